@@ -11,33 +11,34 @@ from typing import Generic, TypeVar
 from qinfer.errors import ConfigError
 
 Spec = TypeVar("Spec")
-Run = TypeVar("Run")
+Prepare = TypeVar("Prepare")
 
 
 @dataclass(frozen=True, slots=True)
-class Implementation(Generic[Spec, Run]):
+class Implementation(Generic[Spec, Prepare]):
     """One way to run a kind of layer.
 
     Args:
         name: short and unique, such as `reference.dense`.
         supports: None if it can run the described layer, else the reason why not.
-        run: builds or is the operation; its signature belongs to the kind of layer.
+        prepare: builds the operation once, when the layer is loaded (repacking a weight, taking
+            scratch memory); its signature belongs to the kind of layer.
     """
 
     name: str
     supports: Callable[[Spec], str | None]
-    run: Run
+    prepare: Prepare
 
 
 @dataclass(frozen=True, slots=True)
-class Choice(Generic[Spec, Run]):
+class Choice(Generic[Spec, Prepare]):
     """The implementation that a layer got, and why not the ones before it."""
 
-    implementation: Implementation[Spec, Run]
+    implementation: Implementation[Spec, Prepare]
     refusals: tuple[tuple[str, str], ...]
 
 
-def choose(spec: Spec, candidates: Sequence[Implementation[Spec, Run]]) -> Choice[Spec, Run]:
+def choose(spec: Spec, candidates: Sequence[Implementation[Spec, Prepare]]) -> Choice[Spec, Prepare]:
     """Return the first candidate that supports `spec`, with the reasons of those before it.
 
     Raises:
