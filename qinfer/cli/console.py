@@ -1,0 +1,101 @@
+"""The terminal: tables on stdout, progress and remarks on stderr.
+
+Only this module decides how the command line looks; what is shown comes from the verbs.
+"""
+
+from types import TracebackType
+from typing import Self
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+PIPE_WIDTH = 140  # columns where stdout is no terminal: a file or pipe has no width of its own
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+def progress_bar(*, transient: bool = False) -> Progress:
+    """Return a progress display on stderr: description, bar, m/n, elapsed time.
+
+    Args:
+        transient: remove the bars when the display ends.
+    """
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("[dim]{task.fields[note]}"),
+        console=err,
+        transient=transient,
+    )
+
+
+class Stages:
+    """Progress bars by stage name: the first report of a stage adds its bar.
+
+    A context manager, so that the terminal is restored whatever happens inside.
+    """
+
+    def __init__(self) -> None:
+        self._progress = progress_bar()
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Self:
+        """Start the display."""
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stop the display and leave the bars as they stand."""
+        self._progress.stop()
+
+    def update(self, stage: str, done: int, total: int, note: str = "") -> None:
+        """Show that `done` of `total` steps of `stage` are finished."""
+        if stage not in self._tasks:
+            self._tasks[stage] = self._progress.add_task(Text(stage).markup, total=total, note="")
+        self._progress.update(
+            self._tasks[stage], completed=done, total=total, note=Text(note).markup
+        )
+
+
+def table(title: str | None, columns: list[str], rows: list[list[str]], *, left: int = 1) -> Table:
+    """Return a plain table: the first `left` columns flush left, numbers flush right."""
+    result = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for index, name in enumerate(columns):
+        result.add_column(name, justify="left" if index < left else "right", overflow="fold")
+    for row in rows:
+        result.add_row(*[Text(cell) for cell in row])
+    return result
+
+
+def show(item: Table | str) -> None:
+    """Print a table, or text without markup, to stdout; wide enough where it is no terminal."""
+    renderable = Text(item) if isinstance(item, str) else item
+    out.print(renderable, width=None if out.is_terminal else PIPE_WIDTH, soft_wrap=False)
+
+
+def remark(text: str) -> None:
+    """Print a remark to stderr, so that stdout stays the result."""
+    err.print(Text(text), style="dim")
+
+
+def warn(text: str) -> None:
+    """Print a warning to stderr."""
+    err.print(Text(f"warning: {text}"), style="yellow")
