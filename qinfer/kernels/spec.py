@@ -51,3 +51,20 @@ class AttnSpec:
     dtype: torch.dtype
     device: str
     sliding_window: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedKV:
+    """One layer's keys and values in the cache.
+
+    Args:
+        k: `[blocks, block_size, kv_heads, head_dim]`; FP8 is held as uint8 bits.
+        v: the same.
+        k_scales: bf16 `[blocks, block_size, kv_heads]`, or None if the elements need none.
+        v_scales: the same.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scales: torch.Tensor | None
+    v_scales: torch.Tensor | None
