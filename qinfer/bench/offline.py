@@ -154,7 +154,7 @@ class _Progress:
 def _check(llm: LLM, input_len: int, output_len: int, concurrency: Sequence[int]) -> None:
     if input_len < 1:
         raise ConfigError(f"input length is {input_len}; it must be at least 1")
-    if output_len < 2:  # noqa: PLR2004 - the least number of tokens that has a time in between
+    if output_len < 2:
         raise ConfigError(f"output length is {output_len}; it must be at least 2, TPOT needs two")
     if not concurrency or min(concurrency) < 1:
         raise ConfigError(f"concurrency {list(concurrency)} must be one or more positive numbers")
@@ -185,7 +185,8 @@ def _row(
     if not good:
         reasons = sorted({o.outputs[0].finish_reason for o in outputs})
         raise QinferError(
-            f"all {len(outputs)} requests at concurrency {concurrency} failed ({', '.join(reasons)})"
+            f"all {len(outputs)} requests at concurrency {concurrency} failed: "
+            + ", ".join(reasons)
         )
     return BenchRow(
         concurrency=concurrency,

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Final
 
 import numpy as np
 
-PERCENTILE_METHOD = "linear"  # numpy's name: interpolate between the two nearest samples
+PERCENTILE_METHOD: Final = "linear"  # numpy's name: interpolate between the two nearest samples
 MIN_COUNT_FOR_P99 = 100  # below it p99 is hardly more than the largest sample
 
 

@@ -35,7 +35,7 @@ class RandomPrompts:
         room = self._ids.size**length if length < 8 else None  # beyond: more than anyone draws
         if room is not None and sum(len(p) == length for p in self._seen) + count > room:
             raise ConfigError(
-                f"there are only {room} different prompts of {length} tokens; raise the input length"
+                f"only {room} different prompts have {length} tokens; raise the input length"
             )
         prompts: list[list[int]] = []
         while len(prompts) < count:

@@ -1,0 +1,142 @@
+"""Options that several verbs share; defaults are read from `EngineConfig`, where they are written.
+
+A verb decorated with `engine_options()` receives one argument, `engine: EngineOptions`, in place
+of a dozen; `qinfer.cli.loading` turns it and a MODEL into a ready engine.
+"""
+
+import functools
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields
+from typing import Any
+
+import click
+
+from qinfer.engine.config import DEVICES, DTYPES, EngineConfig, parse_size
+from qinfer.errors import ConfigError
+from qinfer.schemes import KV_DTYPE_ALIASES, KV_SCHEMES
+
+KV_CACHE_DTYPES = ("auto", *KV_SCHEMES, *KV_DTYPE_ALIASES)
+DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(EngineConfig)}
+
+Verb = Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What the shared options said.
+
+    Args:
+        config: fields of `EngineConfig`, checked, by name.
+        revision: branch, tag or commit of a hub model; None = its default.
+    """
+
+    config: dict[str, Any]
+    revision: str | None
+
+
+def model_argument(verb: Verb) -> Verb:
+    """Add the argument MODEL: a directory, a hub id or a `.gguf` file."""
+    return click.argument("model", metavar="MODEL")(verb)
+
+
+def engine_options(*, without: Collection[str] = ()) -> Callable[[Verb], Verb]:
+    """Add the options of an engine to a verb, which receives them as `engine: EngineOptions`.
+
+    Args:
+        without: names of `EngineConfig` fields that the verb has options of its own for.
+    """
+    names = [name for name in _OPTIONS if name not in without]
+
+    def decorate(verb: Verb) -> Verb:
+        @functools.wraps(verb)
+        def wrapper(*args: Any, revision: str | None, **kwargs: Any) -> None:
+            config = {name: kwargs.pop(name) for name in names}
+            EngineConfig(**config)  # a bad combination ends here, before anything is loaded
+            verb(*args, engine=EngineOptions(config, revision), **kwargs)
+
+        decorated: Verb = wrapper
+        for name in reversed(names):
+            decorated = _option(name)(decorated)
+        return click.option(
+            "--revision", help="Branch, tag or commit of a hub model; its default if not given."
+        )(decorated)
+
+    return decorate
+
+
+def parse_size_option(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> str | None:
+    """Check a size such as 8GiB (a click callback) and return it as it was written."""
+    if value is not None:
+        try:
+            parse_size(value)
+        except ConfigError as error:
+            raise click.BadParameter(str(error), context, parameter) from error
+    return value
+
+
+def parse_integers(
+    context: click.Context, parameter: click.Parameter, value: str
+) -> tuple[int, ...]:
+    """Return the positive integers of text such as `1,4,8` (a click callback)."""
+    try:
+        numbers = tuple(int(part) for part in value.split(","))
+    except ValueError as error:
+        message = f"{value!r} is no list of integers such as 1,4,8"
+        raise click.BadParameter(message, context, parameter) from error
+    if min(numbers) < 1:
+        raise click.BadParameter(f"{value!r} holds a number below 1", context, parameter)
+    return numbers
+
+
+_POSITIVE = click.IntRange(min=1)
+# field of EngineConfig -> how click reads it; the option is the name with dashes.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "device": {
+        "type": click.Choice(DEVICES),
+        "help": "Where the model runs; auto = the GPU where there is one.",
+    },
+    "dtype": {
+        "type": click.Choice(DTYPES),
+        "help": "Type of activations and unquantized weights; auto = the checkpoint's.",
+    },
+    "kv_cache_dtype": {
+        "type": click.Choice(KV_CACHE_DTYPES),
+        "help": "How keys and values are stored; auto = as the checkpoint records, else --dtype.",
+    },
+    "max_model_len": {
+        "type": _POSITIVE,
+        "help": "Tokens per sequence; what the model allows if not given.",
+    },
+    "memory": {
+        "callback": parse_size_option,
+        "metavar": "SIZE",
+        "help": "Total for weights, cache and activations, such as 8GiB; "
+        "what the device has free if not given.",
+    },
+    "threads": {
+        "type": _POSITIVE,
+        "help": "CPU threads; the cores available to the process if not given.",
+    },
+    "max_num_seqs": {"type": _POSITIVE, "help": "Requests that run at once."},
+    "max_num_batched_tokens": {
+        "type": _POSITIVE,
+        "help": "Token budget of one step, over all requests.",
+    },
+    "enable_prefix_caching": {
+        "is_flag": True,
+        "help": "Reuse the cache blocks of equal prefixes.",
+    },
+    "seed": {
+        "type": int,
+        "help": "Of requests that bring none; different each time if not given.",
+    },
+}
+
+
+def _option(name: str) -> Callable[[Verb], Verb]:
+    spelling = "--" + name.replace("_", "-")
+    if "is_flag" in _OPTIONS[name]:
+        spelling += "/--no-" + name.replace("_", "-")
+    return click.option(spelling, name, default=DEFAULTS[name], show_default=True, **_OPTIONS[name])
