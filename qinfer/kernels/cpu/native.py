@@ -263,5 +263,4 @@ def _pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
     unsigned = (codes + 8).to(torch.uint8)  # [out, in]
     if unsigned.shape[1] % 2:
         unsigned = torch.nn.functional.pad(unsigned, (0, 1), value=8)
-    pairs = unsigned.unflatten(1, (-1, 2))  # [out, in / 2, 2]
-    return pairs[..., 0] | (pairs[..., 1] << 4)
+    return unsigned[:, 0::2] | (unsigned[:, 1::2] << 4)
