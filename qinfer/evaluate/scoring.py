@@ -111,7 +111,7 @@ class BaselineRows:
         return torch.from_numpy(values).view(count, self.vocab_size)
 
     def compare(self, window: int, row: int, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the KL divergence (float64) and the agreement (bool) of each row; both [rows] on the CPU."""
+        """Return each row's KL divergence (float64) and agreement (bool); [rows], on the CPU."""
         self._check_width(values)
         kl, agrees = [], []
         for start in range(0, values.shape[0], CHUNK_ROWS):
