@@ -1,9 +1,13 @@
 """The engine's settings: what a user may choose, and the size and device parsing behind it."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from qinfer.errors import ConfigError
+from qinfer.models.config import ModelConfig
+from qinfer.schemes import KVScheme, parse_kv_dtype
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -13,6 +17,8 @@ _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*$", re.IGNORECASE)
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
+BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
+_KV_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,20 +62,16 @@ class EngineConfig:
             raise ConfigError(f"device {self.device!r} is unknown; choose from {DEVICES}")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is unknown; choose from {DTYPES}")
-        for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "threads"):
-            _check_positive(name, vars_of(self)[name])
-        if self.block_size not in {8, 16, 32, 64, 128}:
-            raise ConfigError(f"block_size {self.block_size} must be 8, 16, 32, 64 or 128")
-
-
-def vars_of(config: EngineConfig) -> dict[str, int | None]:
-    """Return the integer fields of a configuration by name."""
-    return {
-        "max_model_len": config.max_model_len,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
-        "max_num_seqs": config.max_num_seqs,
-        "threads": config.threads,
-    }
+        _check_positive("max_model_len", self.max_model_len)
+        _check_positive("max_num_batched_tokens", self.max_num_batched_tokens)
+        _check_positive("max_num_seqs", self.max_num_seqs)
+        _check_positive("threads", self.threads)
+        if self.memory is not None:
+            parse_size(self.memory)
+        if self.kv_cache_dtype != "auto":
+            parse_kv_dtype(self.kv_cache_dtype)
+        if self.block_size not in BLOCK_SIZES:
+            raise ConfigError(f"block_size {self.block_size} must be one of {BLOCK_SIZES}")
 
 
 def parse_size(value: int | str) -> int:
@@ -87,6 +89,64 @@ def parse_size(value: int | str) -> int:
     if match is None or unit not in _UNITS or float(match.group(1)) <= 0:
         raise ConfigError(f"size {value!r} is not understood; write for example 8GiB or 500MB")
     return int(float(match.group(1)) * _UNITS[unit])
+
+
+def from_options(options: Mapping[str, Any]) -> EngineConfig:
+    """Return the settings that `options` name; the mapping is not changed.
+
+    Raises:
+        ConfigError: an unknown option, or a value that can never work.
+    """
+    known = [field.name for field in fields(EngineConfig)]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise ConfigError(f"unknown option {', '.join(unknown)}; there are {', '.join(known)}")
+    return EngineConfig(**options)
+
+
+def resolve(
+    config: EngineConfig,
+    model: ModelConfig,
+    *,
+    recorded_kv: KVScheme | None,
+    has_cuda: bool,
+    num_cores: int,
+) -> EngineConfig:
+    """Return the settings with every `auto` and None but `memory` and `seed` decided.
+
+    Args:
+        config: what the user chose.
+        model: the model's facts.
+        recorded_kv: the cache scheme that the checkpoint asks for.
+        has_cuda: a GPU can be used.
+        num_cores: CPU cores that the process may use.
+
+    Raises:
+        ConfigError: the combination cannot work; the message says what to change.
+    """
+    if config.device == "cuda" and not has_cuda:
+        raise ConfigError("device cuda was asked for, but there is no usable GPU; use device=cpu")
+    device = config.device
+    if device == "auto":
+        device = "cuda" if has_cuda else "cpu"
+    dtype = model.dtype if config.dtype == "auto" else config.dtype
+    kv = config.kv_cache_dtype
+    if kv == "auto":
+        kv = recorded_kv.dtype if recorded_kv is not None else _KV_OF_DTYPE[dtype]
+    max_model_len = config.max_model_len or model.max_position
+    if max_model_len > model.max_position:
+        raise ConfigError(
+            f"max_model_len {max_model_len} is beyond the {model.max_position} positions of the "
+            f"model (max_position_embeddings); use at most {model.max_position}"
+        )
+    return replace(
+        config,
+        device=device,
+        dtype=dtype,
+        kv_cache_dtype=parse_kv_dtype(kv).dtype,
+        max_model_len=max_model_len,
+        threads=config.threads or num_cores,
+    )
 
 
 def _check_positive(name: str, value: int | None) -> None:

@@ -122,9 +122,21 @@ class Request:
         tokens: prompt and output token ids; grows by the sampled ones.
         num_prompt: how many of `tokens` are the prompt.
         params: filled-in sampling parameters (no None among the defaulted fields).
-        score: the request wants the log-probabilities of its prompt instead of new tokens.
+        max_length: tokens of prompt and output at which it ends with `length`.
+        parent: what its events are addressed to; the samples of one prompt share it.
+        index: which of the `n` samples of its prompt it is.
+        seed: of its draws; always set, so that a preempted request draws the same again.
+        stop_ids: tokens that end it.
+        score_next: None, or the request is scored instead of continued: the first position whose
+            distribution over the next token is still wanted.
+        use_prefix_cache: may start from cached blocks of an equal prefix.
+        status: where it is in its life.
+        finish_reason: why it ended.
         num_computed: tokens whose K and V are in the cache.
         block_ids: the cache blocks it holds, in order.
+        block_hashes: hash chain over its full blocks, as far as it was needed.
+        num_cached: prompt tokens that were found in the cache when it was first admitted.
+        num_preemptions: how often it lost its blocks and had to start again.
         arrival: seconds on the monotonic clock when it was added.
     """
 
@@ -132,11 +144,20 @@ class Request:
     tokens: list[int]
     num_prompt: int
     params: SamplingParams
-    score: bool = False
-    num_computed: int = 0
-    block_ids: list[int] = field(default_factory=list)
+    max_length: int
+    parent: str = ""
+    index: int = 0
+    seed: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    score_next: int | None = None
+    use_prefix_cache: bool = True
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
+    num_computed: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_cached: int = 0
+    num_preemptions: int = 0
     arrival: float = 0.0
 
     @property
@@ -148,6 +169,29 @@ class Request:
     def num_output(self) -> int:
         """Tokens generated so far."""
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def max_slots(self) -> int:
+        """Tokens whose K and V it can ever hold; the last generated one is never read."""
+        return self.num_tokens if self.score_next is not None else self.max_length - 1
+
+    @property
+    def max_reusable(self) -> int:
+        """Leading tokens that may come from the cache: beyond them logits are wanted."""
+        if not self.use_prefix_cache:
+            return 0
+        return self.num_tokens - 1 if self.score_next is None else self.score_next
+
+    def wanted_rows(self, num_new: int) -> range:
+        """Return the positions among the next `num_new` whose logits are wanted.
+
+        A scored request wants all from `score_next` on; any other wants its last known token's,
+        as soon as everything before it is computed.
+        """
+        end = self.num_computed + num_new
+        if self.score_next is not None:
+            return range(max(self.num_computed, self.score_next), end)
+        return range(end - 1, end) if end == self.num_tokens else range(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +224,7 @@ class TokenEvent:
 
     Args:
         request_id: whose it is.
+        index: which of the `n` samples of the prompt.
         token_ids: tokens sampled since the last event (usually one).
         text: text that became certain; may be empty while bytes or a stop string are pending.
         logprobs: one entry per token id, if asked for.
@@ -191,6 +236,7 @@ class TokenEvent:
     request_id: str
     token_ids: tuple[int, ...]
     text: str
+    index: int = 0
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
@@ -214,13 +260,14 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One generated sequence."""
+    """One generated sequence; `error` says what happened when `finish_reason` is `error`."""
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     logprobs: list[TokenLogprob] | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +312,7 @@ def _check_number(
         raise RequestError(f"{name} is {value}; it must be in {bracket}{low}, {high}]", field=name)
 
 
-def _check_integer(name: str, value: int | None, low: int, high: int) -> None:
+def _check_integer(name: str, value: object, low: int, high: int) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):

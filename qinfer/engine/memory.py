@@ -1,0 +1,140 @@
+"""How the engine's memory is split: weights, cache, activations. Torch-free.
+
+The planner, the allocator and the report use the same functions, so that what was predicted can
+be held against what is there.
+"""
+
+from dataclasses import dataclass, replace
+
+from qinfer.engine.config import EngineConfig, parse_size
+from qinfer.errors import CapacityError, ConfigError
+from qinfer.kvcache.layout import KVLayout
+from qinfer.models.config import ModelConfig
+
+MAX_LOGIT_ROWS = 128
+_FLOAT32_BYTES = 4
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Where the bytes are; steady state beside peak.
+
+    Args:
+        weights_bytes: resident weights, as prepared for the kernels.
+        checkpoint_bytes: the same tensors on disk.
+        kv_bytes_per_token: cache bytes of one token over all layers, scales included.
+        kv_allocated_bytes: the cache pool.
+        kv_used_bytes: of it, held by running requests now.
+        kv_peak_bytes: of it, held at the busiest moment so far.
+        kv_capacity_tokens: tokens that fit into the pool.
+        activation_bytes: predicted transient memory of a full step.
+        peak_rss_bytes: largest resident size of the process so far.
+    """
+
+    weights_bytes: int
+    checkpoint_bytes: int
+    kv_bytes_per_token: int
+    kv_allocated_bytes: int
+    kv_used_bytes: int
+    kv_peak_bytes: int
+    kv_capacity_tokens: int
+    activation_bytes: int
+    peak_rss_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """The cache pool that was decided on, and the context that it allows."""
+
+    num_blocks: int
+    max_model_len: int
+
+
+def max_logit_rows(max_num_seqs: int) -> int:
+    """Return the rows of logits of one step: all running requests, or a chunk of a scored one."""
+    return max(MAX_LOGIT_ROWS, max_num_seqs)
+
+
+def activation_bytes(
+    model: ModelConfig, dtype: str, *, max_num_batched_tokens: int, max_num_seqs: int
+) -> int:
+    """Estimate the transient bytes of a full step: one block's activations, and the logits.
+
+    Per token: the residual stream and its normalized copy, q, k, v and the attention output with
+    their float32 twins, gate, up and their product; per row of logits: float32 logits, and their
+    log-softmax where a request is scored.
+    """
+    query = model.num_heads * model.head_dim
+    key = model.num_kv_heads * model.head_dim
+    elements = 3 * model.hidden_size + query + 2 * key + 3 * model.intermediate_size
+    per_token = elements * _DTYPE_BYTES[dtype] + (4 * query + 2 * key) * _FLOAT32_BYTES
+    tokens = max(max_num_batched_tokens, 1)
+    rows = min(max_logit_rows(max_num_seqs), tokens)
+    return tokens * per_token + 2 * rows * model.vocab_size * _FLOAT32_BYTES
+
+
+def plan_pool(
+    config: EngineConfig,
+    layout: KVLayout,
+    *,
+    weights_bytes: int,
+    activations: int,
+    free_bytes: int,
+    max_len_given: bool,
+) -> PoolPlan:
+    """Decide the number of cache blocks, and shorten the context if it must be.
+
+    With `memory` set, the pool gets what weights and activations leave of it. Without it, the
+    pool is as large as `max_num_seqs` sequences of full length need, at most half of `free_bytes`
+    on a CPU, whose memory other programs share, and at most nine tenths of it on a GPU.
+
+    Args:
+        config: resolved settings; `max_model_len` is what the model allows or the user wants.
+        layout: the cache's sizes.
+        weights_bytes: resident weights (loaded already).
+        activations: see `activation_bytes`.
+        free_bytes: what the device has left now.
+        max_len_given: the user asked for this `max_model_len`, so it is not shortened.
+
+    Raises:
+        CapacityError: it does not fit; says what is needed, what there is, and what helps.
+    """
+    max_len = config.max_model_len
+    if max_len is None:
+        raise ConfigError("max_model_len must be resolved before the pool is planned")
+    if config.memory is not None:
+        total = parse_size(config.memory)
+        room = total - weights_bytes - activations
+        source = f"memory={config.memory}"
+    else:
+        share = 0.5 if config.device == "cpu" else 0.9
+        room = int(free_bytes * share) - activations
+        source = f"{share:.0%} of the {_gib(free_bytes)} that are free on the {config.device}"
+    wanted = config.max_num_seqs * layout.num_blocks(max_len)
+    num_blocks = min(wanted, layout.blocks_in(max(room, 0)))
+    if num_blocks >= layout.num_blocks(max_len):
+        return PoolPlan(num_blocks, max_len)
+    if num_blocks and not max_len_given:
+        return PoolPlan(num_blocks, num_blocks * layout.block_size)
+    needed = layout.num_blocks(max_len if max_len_given else 1) * layout.block_bytes
+    raise CapacityError(
+        f"does not fit: weights {_gib(weights_bytes)} + activations {_gib(activations)} + cache "
+        f"{_gib(needed)} for one sequence of {max_len if max_len_given else layout.block_size} "
+        f"tokens = {_gib(weights_bytes + activations + needed)}, but {source} leaves "
+        f"{_gib(max(room, 0))} for the cache; raise memory, or lower max_model_len, "
+        "max_num_batched_tokens or the bytes per token (kv_cache_dtype=int8)"
+    )
+
+
+def with_plan(config: EngineConfig, plan: PoolPlan) -> EngineConfig:
+    """Return the final settings: resolved ones with the context that the pool allows."""
+    return replace(config, max_model_len=plan.max_model_len)
+
+
+def _gib(num_bytes: int) -> str:
+    if num_bytes < 1 << 20:
+        return f"{num_bytes / (1 << 10):.1f} KiB"
+    if num_bytes < 1 << 30:
+        return f"{num_bytes / (1 << 20):.1f} MiB"
+    return f"{num_bytes / (1 << 30):.2f} GiB"
