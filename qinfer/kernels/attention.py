@@ -13,7 +13,13 @@ from typing import Protocol
 
 import torch
 
-from qinfer.kernels.reference import ROW_TILE, TORCH_KV_DTYPES, dequantize_kv, quantize_kv
+from qinfer.kernels.reference import (
+    ROW_TILE,
+    TORCH_KV_DTYPES,
+    dequantize_kv,
+    elementwise,
+    quantize_kv,
+)
 from qinfer.kernels.select import Choice, Implementation, choose
 from qinfer.kernels.spec import AttnSpec, PagedKV
 
@@ -153,8 +159,8 @@ class ReferenceAttention:
             new = torch.maximum(old, scores.amax(-1, keepdim=True))
             # A row that has seen no key yet keeps -inf; 0 avoids -inf - -inf.
             base = new.masked_fill(new == -torch.inf, 0.0)
-            weights = (scores - base).exp()
-            decay = (old - base).exp()
+            weights = elementwise(torch.exp, scores - base)
+            decay = elementwise(torch.exp, old - base)
             top[work.items] = new
             total[work.items] = total[work.items] * decay + weights.sum(-1, keepdim=True)
             mixed[work.items] = mixed[work.items] * decay + _batched(weights, v)

@@ -5,12 +5,19 @@ are in the step nor on which. Matrix products therefore run on tiles of a fixed 
 zeros, because a BLAS may sum in another order for another shape.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - the customary name
 
 from qinfer.schemes import KVScheme
 
 ROW_TILE = 16
+
+# Below the size at which torch splits an elementwise op over threads, and a multiple of any
+# vector width, so that `elementwise` never leaves a scalar remainder.
+_CHUNK = 16384
+_LANES = 128
 
 INT8_MAX = 127.0
 FP8_E4M3_MAX = 448.0
@@ -82,7 +89,23 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Return `silu(gate) * up` (SwiGLU, arXiv 2002.05202)."""
-    return F.silu(gate.contiguous()) * up
+    return elementwise(F.silu, gate) * up
+
+
+def elementwise(op: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Apply a transcendental `op` so that an element's bits do not depend on its place.
+
+    torch computes whole vectors and the scalar remainder of a range with different code, whose
+    last bits may differ, and the ranges follow from the size and the threads. Padded chunks leave
+    no remainder.
+    """
+    numel = x.numel()
+    flat = x.new_zeros(numel + -numel % _LANES)
+    flat[:numel] = x.reshape(-1)
+    for start in range(0, flat.numel(), _CHUNK):
+        chunk = flat[start : start + _CHUNK]
+        chunk.copy_(op(chunk))
+    return flat[:numel].view(x.shape)
 
 
 def quantize_kv(x: torch.Tensor, scheme: KVScheme) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -1,0 +1,197 @@
+"""From a checkpoint to a decoder: which tensors there must be, and one block after the other.
+
+Weights are taken from the file block by block, so that the peak is the decoder and one block.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from qinfer.checkpoint.reader import Checkpoint
+from qinfer.errors import CheckpointError, ConfigError
+from qinfer.kernels.linear import own
+from qinfer.models.config import ModelConfig, block_tensor_names, linear_shapes
+from qinfer.models.decoder import Decoder, DecoderBlock
+from qinfer.models.layers import Linear, RMSNorm, Weight
+from qinfer.models.rope import RotaryTable
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+HEAD = "lm_head"
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+_MAX_LISTED = 10
+_log = logging.getLogger(__name__)
+
+
+def load_decoder(
+    checkpoint: Checkpoint,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    max_positions: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Decoder:
+    """Load a checkpoint's decoder.
+
+    Args:
+        checkpoint: an opened model directory.
+        dtype: of activations and unquantized weights; `auto` = as the checkpoint says.
+        device: where it runs.
+        max_positions: how long a sequence may become; None = as long as the model allows.
+        progress: called with the blocks loaded and their number after each.
+
+    Raises:
+        CheckpointError: tensors are missing, damaged or of the wrong shape.
+        UnsupportedModelError: the architecture is not supported.
+    """
+    config = ModelConfig.from_dict(checkpoint.config)
+    check_tensors(checkpoint, config)
+    torch_dtype = resolve_dtype(dtype, config)
+    blocks = []
+    for layer in range(config.num_layers):
+        weights = block_weights(checkpoint, config, layer)
+        blocks.append(build_block(config, layer, weights, dtype=torch_dtype, device=device))
+        if progress is not None:
+            progress(layer + 1, config.num_layers)
+    embedding = own(_embedding(checkpoint, config).to(device, torch_dtype))
+    norm = RMSNorm(own(checkpoint.tensor(FINAL_NORM)), config.rms_norm_eps, torch_dtype)
+    return Decoder(
+        config,
+        embedding=embedding,
+        blocks=blocks,
+        norm=norm,
+        head=_head(checkpoint, config, embedding, torch_dtype, device),
+        rotary=RotaryTable(config.rope, config.head_dim, max_positions or config.max_position),
+    )
+
+
+def build_block(
+    config: ModelConfig,
+    layer: int,
+    weights: Mapping[str, Weight],
+    *,
+    dtype: torch.dtype,
+    device: str,
+    fuse: bool = True,
+) -> DecoderBlock:
+    """Build one decoder block from `block_weights`; unfused, single linears can be replaced."""
+    return DecoderBlock(config, layer, weights, dtype=dtype, device=device, fuse=fuse)
+
+
+def block_weights(checkpoint: Checkpoint, config: ModelConfig, layer: int) -> dict[str, Weight]:
+    """Read the tensors of one decoder block, by their names inside the block.
+
+    Linears come under their module name without a suffix, dense or quantized.
+
+    Raises:
+        CheckpointError: a tensor is missing, damaged or of the wrong shape.
+    """
+    prefix = f"model.layers.{layer}."
+    shapes = linear_shapes(config)
+    weights: dict[str, Weight] = {}
+    for name, is_linear in block_tensor_names(config).items():
+        full = prefix + name
+        if is_linear:
+            inputs, outputs = shapes[full]
+            weights[name] = checkpoint.weight(full, in_features=inputs, out_features=outputs)
+        else:
+            weights[name] = own(checkpoint.tensor(full))
+    return weights
+
+
+def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Compare the names in the checkpoint with those that the model needs.
+
+    Raises:
+        CheckpointError: names are missing; lists up to ten and the count.
+    """
+    present = set(checkpoint.names())
+    plain, linears = _needed(config)
+    missing = [name for name in plain if name not in present]
+    known = set(plain)
+    for name in linears:
+        parts = {f"{name}.weight"}
+        if f"{name}.weight" not in present and f"{name}.qweight" in present:
+            parts = {f"{name}.{part}" for part in ("qweight", "qzeros", "scales")}
+            known.add(f"{name}.g_idx")
+        known |= parts
+        missing += sorted(parts - present)
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.path}: {len(missing)} tensors are missing: {_shorten(missing)}; "
+            "the checkpoint is incomplete or config.json describes another model"
+        )
+    unexpected = sorted(name for name in present - known if not _harmless(name, config))
+    if unexpected:
+        _log.warning(
+            "%s: ignoring %d unexpected tensors: %s",
+            checkpoint.path,
+            len(unexpected),
+            _shorten(unexpected),
+        )
+
+
+def resolve_dtype(name: str, config: ModelConfig) -> torch.dtype:
+    """Return the torch dtype behind an option's spelling; `auto` = the checkpoint's.
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
+    chosen = config.dtype if name == "auto" else name
+    if chosen not in TORCH_DTYPES:
+        raise ConfigError(f"dtype {name!r} is unknown; choose from auto, {', '.join(TORCH_DTYPES)}")
+    return TORCH_DTYPES[chosen]
+
+
+def _embedding(checkpoint: Checkpoint, config: ModelConfig) -> torch.Tensor:
+    embedding = checkpoint.tensor(EMBEDDING)
+    expected = (config.vocab_size, config.hidden_size)
+    if tuple(embedding.shape) != expected:
+        raise CheckpointError(
+            f"{checkpoint.path}: {EMBEDDING} has shape {tuple(embedding.shape)}, "
+            f"config.json says {expected}"
+        )
+    return embedding
+
+
+def _head(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    embedding: torch.Tensor,
+    dtype: torch.dtype,
+    device: str,
+) -> Linear:
+    if config.tie_word_embeddings:
+        return Linear(embedding, None, dtype=dtype, device=device)
+    weight = checkpoint.weight(HEAD, in_features=config.hidden_size, out_features=config.vocab_size)
+    return Linear(weight, None, dtype=dtype, device=device)
+
+
+def _needed(config: ModelConfig) -> tuple[list[str], list[str]]:
+    """Return the names of plain tensors and of linears that the model needs."""
+    names = block_tensor_names(config)
+    plain, linears = [EMBEDDING, FINAL_NORM], []
+    for layer in range(config.num_layers):
+        for name, is_linear in names.items():
+            (linears if is_linear else plain).append(f"model.layers.{layer}.{name}")
+    if not config.tie_word_embeddings:
+        linears.append(HEAD)
+    return plain, linears
+
+
+def _harmless(name: str, config: ModelConfig) -> bool:
+    """Tell names that old or tied checkpoints carry beside what is needed."""
+    tied_copy = config.tie_word_embeddings and name.startswith(f"{HEAD}.")
+    return tied_copy or name.endswith(".rotary_emb.inv_freq")
+
+
+def _shorten(names: Iterable[str]) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - _MAX_LISTED} more" if len(listed) > _MAX_LISTED else ""
+    return ", ".join(listed[:_MAX_LISTED]) + more
