@@ -58,7 +58,7 @@ def write_tiny(
     config_class, model_class = _FAMILIES[family]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = model_class(config_class(**settings))
+        model: Any = model_class(config_class(**settings))
         _randomize_vectors(model)
     save_model(model.to(dtype), path, max_shard_size=max_shard_size)
     return path
@@ -114,7 +114,7 @@ def edit_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(data, indent=2), encoding="utf-8")
 
 
-def load_oracle(path: Path, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
+def load_oracle(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Load a checkpoint in transformers, in eager attention, ready to compare logits with."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, attn_implementation="eager"
@@ -183,7 +183,7 @@ def _save_script_model(
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
+        model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(torch.eye(vocab_size))
         model.lm_head.weight.zero_()
