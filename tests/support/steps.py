@@ -40,9 +40,7 @@ def make_inputs(chunks: Sequence[Chunk], block_size: int = 16) -> ModelInputs:
             position = chunk.num_computed + offset
             ids.append(token)
             positions.append(position)
-            slots.append(
-                chunk.blocks[position // block_size] * block_size + position % block_size
-            )
+            slots.append(chunk.blocks[position // block_size] * block_size + position % block_size)
         lens.append(chunk.num_computed + len(chunk.ids))
         starts.append(len(ids))
     width = max(len(chunk.blocks) for chunk in chunks)

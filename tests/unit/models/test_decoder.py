@@ -1,0 +1,155 @@
+"""The decoder against transformers, and the bits of a token against its company."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.checkpoints import write_tiny
+from support.steps import Chunk, layout_of, make_inputs, run_chunked
+
+from qinfer.checkpoint.reader import open_checkpoint
+from qinfer.kvcache.pool import KVPool
+from qinfer.models.decoder import Decoder
+from qinfer.models.load import load_decoder
+
+IDS = torch.randint(0, 288, (90,), generator=torch.Generator().manual_seed(1)).tolist()
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-mha": ("llama", {"num_key_value_heads": 4}),
+    "llama-mqa": ("llama", {"num_key_value_heads": 1}),
+    "llama-head-dim": ("llama", {"head_dim": 36}),
+    "llama-linear": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
+    "llama-llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "llama-yarn": ("llama", {"rope_parameters": YARN}),
+    "llama-yarn-mscale": (
+        "llama",
+        {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}},
+    ),
+    "mistral": ("mistral", {}),
+    "mistral-window": ("mistral", {"sliding_window": 20}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {}),
+    "qwen3-tied-bias": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+}
+
+
+def oracle(path: Path, ids: list[int]) -> torch.Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([ids])).logits[0]
+    return logits
+
+
+def load(path: Path, dtype: str = "float32") -> Decoder:
+    return load_decoder(open_checkpoint(path), dtype=dtype)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_those_of_transformers(variant: str, tmp_path: Path) -> None:
+    family, overrides = VARIANTS[variant]
+    path = write_tiny(tmp_path / "model", family, **overrides)
+    decoder = load(path)
+    pool = KVPool(layout_of(decoder.config), 8)
+    logits = run_chunked(decoder, IDS, [len(IDS)], pool, range(8))
+    expected = oracle(path, IDS)
+    assert (logits - expected).abs().max() < 1e-4
+    assert expected.std() > 0.1  # the comparison is not one of zeros
+
+
+def test_real_model_equals_transformers(smollm2: Path) -> None:
+    decoder = load(smollm2)
+    ids = list(range(100, 180))
+    pool = KVPool(layout_of(decoder.config), 5)
+    logits = run_chunked(decoder, ids, [len(ids)], pool, range(5))
+    assert (logits - oracle(smollm2, ids)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp32", "fp16", "bf16", "fp8_e4m3", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_k06_chunks_change_neither_cache_nor_logits(
+    tiny_llama: Path, kv_dtype: str, dtype: str
+) -> None:
+    decoder = load(tiny_llama, dtype)
+    ids = IDS[:50]
+    blocks = [3, 0, 2, 5]
+    reference_pool = KVPool(layout_of(decoder.config, kv_dtype), 6)
+    expected = run_chunked(decoder, ids, [50], reference_pool, blocks)
+    for sizes in ([16, 16, 16, 2], [7] * 7 + [1], [1] * 50, [33, 17]):
+        pool = KVPool(layout_of(decoder.config, kv_dtype), 6)
+        logits = run_chunked(decoder, ids, sizes, pool, blocks)
+        assert torch.equal(logits, expected)
+        for one, other in zip(pool.snapshot(blocks), reference_pool.snapshot(blocks), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp32", "int8", "fp8_e4m3"])
+def test_e02_batch_mates_change_no_bit(tmp_path: Path, kv_dtype: str) -> None:
+    path = write_tiny(tmp_path / "model", "mistral", sliding_window=20, head_dim=36)
+    decoder = load(path)
+    lengths = [1, 5, 16, 17, 31, 40, 64, 3, 90, 2, 8, 11, 50, 33, 12, 7]
+    prompts = [IDS[-length:] for length in lengths]
+    alone = []
+    for prompt in prompts:
+        pool = KVPool(layout_of(decoder.config, kv_dtype), 6)
+        alone.append(run_chunked(decoder, prompt, [len(prompt)], pool, range(6)))
+    pool = KVPool(layout_of(decoder.config, kv_dtype), 6 * len(prompts))
+    chunks = [Chunk(ids, 0, range(6 * i, 6 * i + 6)) for i, ids in enumerate(prompts)]
+    logits = decoder.forward(make_inputs(chunks), pool).logits
+    bounds = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    for (begin, end), expected in zip(pairwise(bounds), alone, strict=True):
+        assert torch.equal(logits[begin:end], expected)
+
+
+def test_stale_non_finite_cache_content_is_not_read(tiny_llama: Path) -> None:
+    decoder = load(tiny_llama)
+    clean = KVPool(layout_of(decoder.config, "int8"), 2)
+    dirty = KVPool(layout_of(decoder.config, "int8"), 2)
+    for layer in range(decoder.config.num_layers):
+        for scales in (dirty.layer(layer).k_scales, dirty.layer(layer).v_scales):
+            assert scales is not None
+            scales.fill_(torch.nan)
+    expected = run_chunked(decoder, IDS[:20], [20], clean, [1, 0])
+    assert torch.equal(run_chunked(decoder, IDS[:20], [20], dirty, [1, 0]), expected)
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp32", "int8", "fp8_e4m3"])
+def test_non_finite_rows_name_their_layer_and_spare_their_mates(
+    tmp_path: Path, kv_dtype: str
+) -> None:
+    path = write_tiny(tmp_path / "model")
+    decoder = load(path)
+    decoder._embedding[7] = torch.inf
+    pool = KVPool(layout_of(decoder.config, kv_dtype), 4)
+    chunks = [Chunk([7, 1, 2], 0, [0]), Chunk([1, 2, 3], 0, [1])]
+    output = decoder.forward(make_inputs(chunks), pool)
+    assert output.bad_layers.tolist() == [0, 0, 0, -1, -1, -1]
+    assert output.logits[3:].isfinite().all()
