@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from qinfer.recipe import load_recipe
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "qinfer"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -66,18 +68,19 @@ def test_module_keeps_the_house_rules(path: Path) -> None:
         assert not text, "package __init__ files are empty"
 
 
-def layer_names() -> set[str]:
-    """Return the packages and modules that the layer contract names."""
+def contract(name: str) -> dict[str, list[str]]:
+    """Return a layer contract of the project file by its id."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     contracts = project["tool"]["importlinter"]["contracts"]
-    layers = next(item["layers"] for item in contracts if item["type"] == "layers")
-    return set(re.findall(r"\w+", " ".join(layers)))
+    found: dict[str, list[str]] = next(item for item in contracts if item["id"] == name)
+    return found
 
 
 def test_every_package_has_its_layer() -> None:
     packages = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
     modules = {path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__")}
-    assert packages | modules <= layer_names()
+    layers = set(re.findall(r"\w+", " ".join(contract("layers")["layers"])))
+    assert packages | modules <= layers
 
 
 def test_folders_with_modules_are_packages() -> None:
@@ -108,16 +111,22 @@ assert not heavy, heavy
     assert "qinfer" in result.stdout
 
 
-TORCH_FREE = [
-    "qinfer",
-    "qinfer.schemes",
-    "qinfer.kvcache.layout",
-    "qinfer.engine.config",
-    "qinfer.engine.request",
-]
-
-
 def test_facts_sizes_and_bookkeeping_load_without_torch() -> None:
-    imports = "\n".join(f"import {name}" for name in TORCH_FREE)
+    modules = contract("torch-free")["source_modules"]
+    imports = "\n".join(f"import {name}" for name in ["qinfer", *modules])
     result = run_python(f"import sys\n{imports}\nassert 'torch' not in sys.modules")
     assert result.returncode == 0, result.stderr
+
+
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=relative(RECIPES))
+def test_recipe_loads(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert recipe.name == path.stem
+    assert load_recipe(path.stem) == recipe  # by its name, as a user gives it
+
+
+def test_recipes_ship() -> None:
+    assert len(RECIPES) >= 3

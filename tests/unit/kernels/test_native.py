@@ -20,8 +20,9 @@ needs_library = pytest.mark.skipif(
 
 
 @pytest.fixture
-def fresh_load() -> Iterator[None]:
+def fresh_load(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let a test call `load` as if for the first time, and leave no trace of it."""
+    monkeypatch.delenv("QINFER_NATIVE", raising=False)
     native.load.cache_clear()
     yield
     native.load.cache_clear()
