@@ -1,0 +1,233 @@
+"""A checkpoint directory as named tensors and facts, checked before the first tensor is read.
+
+Tensors come one at a time, in the type of the file, as memory of their own: the file's mapping is
+let go after each, so that reading a model costs no more than what the caller keeps. The reader
+knows nothing of architectures; which tensors a model needs is the caller's to say.
+"""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from qinfer.checkpoint.files import list_names, read_json, read_optional_json
+from qinfer.checkpoint.pickles import find_pickles, index_pickles, load_pickle
+from qinfer.checkpoint.settings import read_kv_scheme, read_quantization
+from qinfer.checkpoint.shards import TensorEntry, index_safetensors
+from qinfer.errors import CheckpointError
+from qinfer.formats.gptq import detect_symmetric
+from qinfer.formats.table import FORMATS, Format, QuantizationSettings
+from qinfer.formats.weight import QuantizedWeight
+from qinfer.schemes import KVScheme
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """An opened model directory.
+
+    Args:
+        path: the directory.
+        config: config.json.
+        generation_config: generation_config.json, or an empty dictionary.
+        quantization: how weights are quantized; None = not at all.
+        kv_scheme: the KV-cache scheme that the checkpoint recommends, if any.
+        entries: where each tensor lies.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    quantization: QuantizationSettings | None
+    kv_scheme: KVScheme | None
+    entries: dict[str, TensorEntry]
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors, sorted."""
+        return sorted(self.entries)
+
+    def has(self, name: str) -> bool:
+        """Tell whether there is a tensor of this name."""
+        return name in self.entries
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape without reading it."""
+        return self._entry(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return a tensor's type in the file without reading it."""
+        return self._entry(name).dtype
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors on disk."""
+        return sum(entry.num_bytes for entry in self.entries.values())
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Read one tensor, in the type of the file, into memory of its own.
+
+        Raises:
+            CheckpointError: there is no such tensor, or its file cannot be read.
+        """
+        entry = self._entry(name)
+        if entry.file.suffix != ".safetensors":
+            return load_pickle(entry.file)[name].clone(memory_format=torch.contiguous_format)
+        try:
+            with safe_open(entry.file, framework="pt") as file:
+                # A copy, because the library's tensor lives in a mapping of the file.
+                tensor: torch.Tensor = file.get_tensor(name).clone()
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{entry.file}: tensor {name} cannot be read: {error}") from error
+        return tensor
+
+    def weight(
+        self, prefix: str, *, in_features: int, out_features: int
+    ) -> torch.Tensor | QuantizedWeight:
+        """Read the weight of the linear layer `prefix`, quantized if the file has it so.
+
+        Returns:
+            `[out_features, in_features]` in the type of the file, or the quantized weight.
+
+        Raises:
+            CheckpointError: a tensor is missing, damaged or of another shape.
+        """
+        fmt = self._format_of(prefix)
+        if fmt is None:
+            weight = self.tensor(f"{prefix}.weight")
+            expected = (out_features, in_features)
+            if tuple(weight.shape) != expected:
+                raise CheckpointError(
+                    f"{prefix}.weight has shape {tuple(weight.shape)}, expected {expected} from "
+                    "config.json"
+                )
+            return weight
+        settings = self.quantization
+        scheme = settings.scheme_for(prefix) if settings else None
+        if settings is None or scheme is None:
+            raise CheckpointError(
+                f"{prefix} is quantized in {self.path}, but its settings exclude this layer"
+            )
+        present = [*fmt.tensors, *(t for t in fmt.optional_tensors if self.has(f"{prefix}.{t}"))]
+        return fmt.from_tensors(
+            {part: self.tensor(f"{prefix}.{part}") for part in present},
+            scheme,
+            in_features=in_features,
+            out_features=out_features,
+            version=settings.version,
+            name=prefix,
+        )
+
+    def weight_names(self, prefix: str) -> list[str]:
+        """Return the tensors that `weight(prefix)` reads, for `check_names`."""
+        fmt = self._format_of(prefix)
+        if fmt is None:
+            return [f"{prefix}.weight"]
+        optional = [f"{prefix}.{part}" for part in fmt.optional_tensors]
+        return [f"{prefix}.{part}" for part in fmt.tensors] + [n for n in optional if self.has(n)]
+
+    def check_names(self, expected: Iterable[str]) -> list[str]:
+        """Compare the tensors that a model needs with those that there are.
+
+        Returns:
+            The unexpected names, sorted; one line of warning is logged if there are any.
+
+        Raises:
+            CheckpointError: some are missing; the message counts them and lists at most ten.
+        """
+        wanted = set(expected)
+        missing = sorted(wanted - self.entries.keys())
+        if missing:
+            raise CheckpointError(
+                f"{len(missing)} of {len(wanted)} tensors that config.json calls for are missing "
+                f"from {self.path}:{list_names(missing)}"
+            )
+        unexpected = sorted(self.entries.keys() - wanted)
+        if unexpected:
+            _log.warning(
+                "%s holds %d tensors that the model does not use, such as %s",
+                self.path, len(unexpected), unexpected[0],
+            )  # fmt: skip
+        return unexpected
+
+    def _entry(self, name: str) -> TensorEntry:
+        entry = self.entries.get(name)
+        if entry is None:
+            raise CheckpointError(f"{self.path} has no tensor {name}")
+        return entry
+
+    def _format_of(self, prefix: str) -> Format | None:
+        """Return the format of a quantized layer, by the tensors there are and the settings."""
+        if self.quantization is None or self.has(f"{prefix}.weight"):
+            return None
+        fmt = FORMATS[self.quantization.method]
+        parts = any(self.has(f"{prefix}.{part}") for part in fmt.tensors)
+        return fmt if parts or self.quantization.scheme_for(prefix) else None
+
+
+def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> Checkpoint:
+    """Open a model directory and check its files without reading tensors.
+
+    Args:
+        path: a directory in Hugging Face layout.
+        allow_pickle: read `pytorch_model*.bin` where there are no safetensors.
+
+    Raises:
+        CheckpointError: a file is missing, truncated, damaged, unsafe, or contradicts another.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is no directory")
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"{path} has no config.json; is it a model directory?")
+    config = read_json(path / "config.json")
+    if "auto_map" in config:
+        _log.warning(
+            "%s asks for code of its own (auto_map in config.json), which qinfer never runs; "
+            "its built-in implementation is used",
+            path,
+        )
+    entries = index_safetensors(path)
+    if entries is None:
+        entries = _pickled_entries(path, allow_pickle=allow_pickle)
+    checkpoint = Checkpoint(
+        path=path,
+        config=config,
+        generation_config=read_optional_json(path / "generation_config.json"),
+        quantization=read_quantization(path, config, entries),
+        kv_scheme=read_kv_scheme(config),
+        entries=entries,
+    )
+    return _with_symmetry(checkpoint)
+
+
+def _pickled_entries(path: Path, *, allow_pickle: bool) -> dict[str, TensorEntry]:
+    source = find_pickles(path)
+    if source is None:
+        raise CheckpointError(f"{path} holds no weights: no *.safetensors file was found")
+    if not allow_pickle:
+        raise CheckpointError(
+            f"{path} has its weights in pickles only ({source.name}), which can run code when "
+            "they are loaded; if you trust them, convert them once: "
+            f"qinfer convert {path} -o OUT --allow-pickle"
+        )
+    return index_pickles(source)
+
+
+def _with_symmetry(checkpoint: Checkpoint) -> Checkpoint:
+    """Find out from the zero points whether weights are symmetric where the settings are silent."""
+    settings = checkpoint.quantization
+    if settings is None or settings.method != "gptq" or settings.raw.get("sym") is not None:
+        return checkpoint
+    name = next((name for name in checkpoint.names() if name.endswith(".qzeros")), None)
+    scheme = settings.scheme_for(name.removesuffix(".qzeros")) if name else None
+    if name is None or scheme is None:
+        return checkpoint
+    symmetric = detect_symmetric(checkpoint.tensor(name), scheme.bits)
+    if symmetric:
+        return checkpoint
+    settings = replace(settings, scheme=replace(settings.scheme, symmetric=False))
+    return replace(checkpoint, quantization=settings)
