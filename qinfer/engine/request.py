@@ -1,6 +1,5 @@
 """The vocabulary of the engine: sampling parameters, requests and what comes back. Torch-free."""
 
-import math
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal, TypeVar
@@ -67,7 +66,7 @@ class SamplingParams:
             RequestError: the first field that is invalid.
         """
         object.__setattr__(self, "stop", _as_tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", _as_ids(self.stop_token_ids))
         _check_number("temperature", self.temperature, 0.0, 100.0)
         _check_integer("top_k", self.top_k, -1, _INT64_MAX)
         _check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
@@ -78,8 +77,6 @@ class SamplingParams:
         _check_integer("seed", self.seed, -(2**63), _INT64_MAX)
         _check_integer("n", self.n, 1, MAX_N)
         _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        for token_id in self.stop_token_ids:
-            _check_integer("stop_token_ids", token_id, 0, _INT64_MAX)
         _check_stop(self.stop)
 
 
@@ -288,6 +285,16 @@ def _as_tuple(stop: object) -> tuple[str, ...]:
     return tuple(stop)
 
 
+def _as_ids(token_ids: object) -> tuple[int, ...]:
+    if not isinstance(token_ids, list | tuple | set | frozenset):
+        raise RequestError("stop_token_ids must be a list of integers", field="stop_token_ids")
+    for token_id in token_ids:
+        if token_id is None:
+            raise RequestError("stop_token_ids must be integers", field="stop_token_ids")
+        _check_integer("stop_token_ids", token_id, 0, _INT64_MAX)
+    return tuple(token_ids)
+
+
 def _check_stop(stop: tuple[str, ...]) -> None:
     if len(stop) > MAX_STOP_STRINGS:
         raise RequestError(
@@ -301,12 +308,12 @@ def _check_stop(stop: tuple[str, ...]) -> None:
 
 
 def _check_number(
-    name: str, value: float | None, low: float, high: float, *, open_low: bool = False
+    name: str, value: object, low: float, high: float, *, open_low: bool = False
 ) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise RequestError(f"{name} must be a finite number, not {value!r}", field=name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RequestError(f"{name} must be a number, not {value!r}", field=name)
     if not low <= value <= high or (open_low and value == low):
         bracket = "(" if open_low else "["
         raise RequestError(f"{name} is {value}; it must be in {bracket}{low}, {high}]", field=name)

@@ -1,0 +1,45 @@
+"""Runs the model on one step's inputs; the only place where the engine touches the decoder."""
+
+from typing import Protocol
+
+import torch
+
+from qinfer.kvcache.inputs import ModelInputs, ModelOutput
+from qinfer.kvcache.pool import KVPool
+from qinfer.models.decoder import Decoder
+
+
+class ModelRunner(Protocol):
+    """Whatever turns the inputs of a step into logits; tests bring a model of their own."""
+
+    def run(self, inputs: ModelInputs) -> ModelOutput:
+        """Compute one step."""
+        ...
+
+    def layer_name(self, index: int) -> str:
+        """Return what to call an entry of `ModelOutput.bad_layers`."""
+        ...
+
+
+class Runner:
+    """A decoder and the cache that it reads and writes.
+
+    Args:
+        decoder: the model.
+        pool: its cache, whose blocks the scheduler's block manager hands out.
+    """
+
+    def __init__(self, decoder: Decoder, pool: KVPool) -> None:
+        self.decoder = decoder
+        self.pool = pool
+
+    @torch.inference_mode()
+    def run(self, inputs: ModelInputs) -> ModelOutput:
+        """Write the new tokens' K and V to the cache and return the wanted rows of logits."""
+        return self.decoder.forward(inputs, self.pool)
+
+    def layer_name(self, index: int) -> str:
+        """Return the name of a decoder layer, or of what comes after the last."""
+        if index < self.decoder.config.num_layers:
+            return f"model.layers.{index}"
+        return "the final norm or lm_head"
