@@ -8,6 +8,7 @@ from typing import Self
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -77,18 +78,43 @@ class Stages:
 
 def table(title: str | None, columns: list[str], rows: list[list[str]], *, left: int = 1) -> Table:
     """Return a plain table: the first `left` columns flush left, numbers flush right."""
-    result = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    heading = None if title is None else Text(title)
+    result = Table(title=heading, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for index, name in enumerate(columns):
-        result.add_column(name, justify="left" if index < left else "right", overflow="fold")
+        result.add_column(
+            Text(name.replace(" ", "\n")),
+            justify="left" if index < left else "right",
+            vertical="bottom",
+            overflow="fold",
+            no_wrap=index >= left,
+        )
     for row in rows:
         result.add_row(*[Text(cell) for cell in row])
     return result
 
 
+def show_table(
+    title: str | None, columns: list[str], rows: list[list[str]], *, left: int = 1
+) -> None:
+    """Print a table to stdout; one too wide for the terminal is cut into several.
+
+    Each part repeats the first `left` columns, so that no figure is squeezed or dropped.
+    """
+    console = _stdout()
+    first = left
+    while first < len(columns):
+        last = len(columns)
+        part = _columns(title, columns, rows, [*range(left), *range(first, last)], left)
+        while last > first + 1 and _natural_width(console, part) > console.width:
+            last -= 1
+            part = _columns(title, columns, rows, [*range(left), *range(first, last)], left)
+        console.print(part)
+        title, first = None, last
+
+
 def show(item: Table | str) -> None:
-    """Print a table, or text without markup, to stdout; wide enough where it is no terminal."""
-    renderable = Text(item) if isinstance(item, str) else item
-    out.print(renderable, width=None if out.is_terminal else PIPE_WIDTH, soft_wrap=False)
+    """Print a table, or text without markup, to stdout."""
+    _stdout().print(Text(item) if isinstance(item, str) else item)
 
 
 def remark(text: str) -> None:
@@ -99,3 +125,19 @@ def remark(text: str) -> None:
 def warn(text: str) -> None:
     """Print a warning to stderr."""
     err.print(Text(f"warning: {text}"), style="yellow")
+
+
+def _stdout() -> Console:
+    return out if out.is_terminal else Console(file=out.file, width=PIPE_WIDTH, highlight=False)
+
+
+def _columns(
+    title: str | None, columns: list[str], rows: list[list[str]], chosen: list[int], left: int
+) -> Table:
+    return table(
+        title, [columns[i] for i in chosen], [[row[i] for i in chosen] for row in rows], left=left
+    )
+
+
+def _natural_width(console: Console, part: Table) -> int:
+    return Measurement.get(console, console.options.update(max_width=10_000), part).maximum

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -34,11 +34,12 @@ def require_same_method(first: Method, second: Method) -> None:
     Raises:
         MethodMismatchError: lists every differing field with both values.
     """
+    theirs = asdict(second)
     differing = [
-        f"{field.name} ({getattr(first, field.name)} / {getattr(second, field.name)})"
-        for field in fields(Method)
-        if field.name not in {"text", "baseline"}  # names; what they stand for has a hash
-        and getattr(first, field.name) != getattr(second, field.name)
+        f"{name} ({value} / {theirs[name]})"
+        for name, value in asdict(first).items()
+        # The first two are names; what they stand for has a hash.
+        if name not in {"text", "baseline"} and value != theirs[name]
     ]
     if differing:
         raise MethodMismatchError(
