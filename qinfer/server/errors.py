@@ -72,7 +72,8 @@ def error_kind(error: Exception) -> ErrorKind:
 def error_body(
     message: str, *, kind: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """Return OpenAI's error object."""
+    """Return OpenAI's error object; what a client sent may be quoted in it, whatever it was."""
+    message = message.encode(errors="backslashreplace").decode()
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from qinfer.engine.aio import AsyncEngine
-from qinfer.errors import RequestError
 from qinfer.models.tokenizer import Tokenizer
 from qinfer.server.errors import ModelNotFoundError
 from qinfer.server.wire import ChatRequest, TokenIds
@@ -78,11 +77,7 @@ class Service:
     async def encode(
         self, prompts: Sequence[str | TokenIds], *, add_special_tokens: bool
     ) -> list[TokenIds]:
-        """Return the token ids of prompts; those that are ids stay as they are.
-
-        Raises:
-            RequestError: text that is no valid Unicode.
-        """
+        """Return the token ids of prompts; those that are ids stay as they are."""
         return await self._in_thread(
             lambda: [self._prompt_ids(prompt, add_special_tokens) for prompt in prompts]
         )
@@ -107,15 +102,4 @@ class Service:
     def _prompt_ids(self, prompt: str | TokenIds, add_special_tokens: bool) -> TokenIds:  # noqa: FBT001 - forwards a keyword
         if not isinstance(prompt, str):
             return prompt
-        _check_unicode(prompt, "prompt")
         return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-
-
-def _check_unicode(text: str, field_name: str) -> None:
-    """Refuse half a surrogate pair, which JSON can spell but no tokenizer can read."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"{field_name} holds a lone surrogate at character {error.start}", field=field_name
-        ) from error

@@ -9,7 +9,7 @@ number is not taken from text. Ranges of sampling fields belong to `SamplingPara
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
 from qinfer.engine.request import MAX_STOP_CHARS, MAX_STOP_STRINGS, SamplingParams
 from qinfer.errors import RequestError
@@ -70,6 +70,22 @@ _UNSUPPORTED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
     "tool_calls": (None, []),
 }
 
+
+def check_text(text: str) -> str:
+    """Refuse half a surrogate pair, which JSON can spell but no tokenizer can read.
+
+    Raises:
+        ValueError: there is one; pydantic turns this into an error that names the field.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"lone surrogate at character {error.start}") from error
+    return text
+
+
+Text = Annotated[str, AfterValidator(check_text)]
+Name = Annotated[Text, Field(max_length=MAX_NAME_CHARS)]
 TokenIds = list[int]
 Prompt = str | list[str] | TokenIds | list[TokenIds]
 
@@ -90,7 +106,7 @@ class StreamOptions(_Wire):
 class GenerationRequest(_Wire):
     """The fields that completions and chat completions share."""
 
-    model: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None
+    model: Name | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
     temperature: float | None = None
@@ -101,8 +117,8 @@ class GenerationRequest(_Wire):
     seed: int | None = None
     n: int | None = None
     stop: (
-        Annotated[str, Field(max_length=MAX_STOP_CHARS)]
-        | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)]
+        Annotated[Text, Field(max_length=MAX_STOP_CHARS)]
+        | Annotated[list[Text], Field(max_length=MAX_STOP_STRINGS)]
         | None
     ) = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
@@ -164,9 +180,10 @@ def parse_prompt(value: Any) -> Prompt:
 
     Raises:
         RequestError: it is something else, empty, or too many.
+        ValueError: text that is no valid Unicode.
     """
     if isinstance(value, str):
-        return value
+        return check_text(value)
     if not isinstance(value, list) or not value:
         raise RequestError(
             f"prompt must be text or a list, and not empty{_it_is(value)}", field="prompt"
@@ -179,7 +196,7 @@ def parse_prompt(value: Any) -> Prompt:
             field="prompt",
         )
     if all(isinstance(item, str) for item in value):
-        return value
+        return [check_text(item) for item in value]
     if all(isinstance(item, list) and item and _are_ids(item) for item in value):
         return value
     raise RequestError(
@@ -223,15 +240,15 @@ class TextPart(_Wire):
     """A piece of a message's content; text is the only type supported."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(_Wire):
     """One message of a conversation; `developer` is OpenAI's newer name of `system`."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None = None
-    name: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None
+    content: Text | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None = None
+    name: Name | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -261,7 +278,7 @@ class ChatRequest(GenerationRequest):
     top_logprobs: int | None = None
     chat_template_kwargs: (
         Annotated[
-            dict[Annotated[str, Field(max_length=MAX_NAME_CHARS)], bool | int | float | str | None],
+            dict[Name, bool | int | float | Text | None],
             Field(max_length=MAX_TEMPLATE_FIELDS),
         ]
         | None

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 import pytest
@@ -97,8 +98,8 @@ def client(engine, tokenizer):
 
     @asynccontextmanager
     async def open_client(**settings):
-        settings = {"served_model_names": ("m", "alias"), "max_model_len": 64} | settings
-        app = create_app(engine, tokenizer, ServerSettings(**settings))
+        values: dict[str, Any] = {"served_model_names": ("m", "alias"), "max_model_len": 64}
+        app = create_app(engine, tokenizer, ServerSettings(**values | settings))
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with (
             app.router.lifespan_context(app),
