@@ -36,8 +36,15 @@ def available_memory(root: Path = Path("/")) -> int:
     return max(0, min(candidates))
 
 
-def peak_rss() -> int:
-    """Return the largest resident size in bytes that this process ever had."""
+def peak_rss(root: Path = Path("/")) -> int:
+    """Return the largest resident size in bytes that this process ever had.
+
+    On Linux from `VmHWM`: `ru_maxrss` survives `exec`, so a child that was started from a large
+    process would report its parent's size.
+    """
+    for line in (_read(root / "proc/self/status") or "").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
