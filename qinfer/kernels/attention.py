@@ -195,7 +195,10 @@ class _QueryTiles:
     @staticmethod
     def of(lengths: Sequence[int], starts: Sequence[int]) -> "_QueryTiles":
         num_tokens = starts[-1]
-        gather, position, sequence, scatter = [], [], [], []
+        gather: list[torch.Tensor] = []
+        position: list[torch.Tensor] = []
+        scatter: list[torch.Tensor] = []
+        sequence: list[int] = []
         lane = torch.arange(ROW_TILE)
         for index, length in enumerate(lengths):
             begin, end = starts[index], starts[index + 1]
@@ -219,7 +222,7 @@ class _QueryTiles:
 def _batched(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Multiply `[a, b, m, k] @ [a, b, k, n]` as one batch of equal products."""
     out = torch.bmm(left.flatten(0, 1), right.flatten(0, 1))
-    return out.unflatten(0, left.shape[:2])
+    return out.view(*left.shape[:2], *out.shape[1:])
 
 
 def _store(

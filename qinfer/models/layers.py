@@ -111,7 +111,7 @@ class LinearGroup:
         """Apply to `x` `[rows, in]`; returns one `[rows, out]` per name."""
         if len(self._parts) == len(self.names):
             return tuple(part(x) for part in self._parts)
-        return self._parts[0](x).split(self.sizes, dim=-1)
+        return torch.split(self._parts[0](x), self.sizes, dim=-1)
 
     def rows(self, prefix: str) -> list[KernelRow]:
         """Describe the choices for a report."""

@@ -3,8 +3,7 @@
 Weights are taken from the file block by block, so that the peak is the decoder and one block.
 """
 
-import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -24,9 +23,6 @@ TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-
-_MAX_LISTED = 10
-_log = logging.getLogger(__name__)
 
 
 def load_decoder(
@@ -111,30 +107,10 @@ def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
     Raises:
         CheckpointError: names are missing; lists up to ten and the count.
     """
-    present = set(checkpoint.names())
     plain, linears = _needed(config)
-    missing = [name for name in plain if name not in present]
-    known = set(plain)
-    for name in linears:
-        parts = {f"{name}.weight"}
-        if f"{name}.weight" not in present and f"{name}.qweight" in present:
-            parts = {f"{name}.{part}" for part in ("qweight", "qzeros", "scales")}
-            known.add(f"{name}.g_idx")
-        known |= parts
-        missing += sorted(parts - present)
-    if missing:
-        raise CheckpointError(
-            f"{checkpoint.path}: {len(missing)} tensors are missing: {_shorten(missing)}; "
-            "the checkpoint is incomplete or config.json describes another model"
-        )
-    unexpected = sorted(name for name in present - known if not _harmless(name, config))
-    if unexpected:
-        _log.warning(
-            "%s: ignoring %d unexpected tensors: %s",
-            checkpoint.path,
-            len(unexpected),
-            _shorten(unexpected),
-        )
+    expected = plain + [name for linear in linears for name in checkpoint.weight_names(linear)]
+    harmless = [name for name in checkpoint.names() if _harmless(name, config)]
+    checkpoint.check_names(expected + harmless)
 
 
 def resolve_dtype(name: str, config: ModelConfig) -> torch.dtype:
@@ -176,7 +152,8 @@ def _head(
 def _needed(config: ModelConfig) -> tuple[list[str], list[str]]:
     """Return the names of plain tensors and of linears that the model needs."""
     names = block_tensor_names(config)
-    plain, linears = [EMBEDDING, FINAL_NORM], []
+    plain = [EMBEDDING, FINAL_NORM]
+    linears: list[str] = []
     for layer in range(config.num_layers):
         for name, is_linear in names.items():
             (linears if is_linear else plain).append(f"model.layers.{layer}.{name}")
@@ -189,9 +166,3 @@ def _harmless(name: str, config: ModelConfig) -> bool:
     """Tell names that old or tied checkpoints carry beside what is needed."""
     tied_copy = config.tie_word_embeddings and name.startswith(f"{HEAD}.")
     return tied_copy or name.endswith(".rotary_emb.inv_freq")
-
-
-def _shorten(names: Iterable[str]) -> str:
-    listed = list(names)
-    more = f" and {len(listed) - _MAX_LISTED} more" if len(listed) > _MAX_LISTED else ""
-    return ", ".join(listed[:_MAX_LISTED]) + more
