@@ -70,6 +70,8 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
     async def health() -> Response:
         """Tell whether the engine is alive: 200, or 503 with the reason."""
         reason = service.engine.failure
+        if reason is None and not service.engine.healthy:
+            reason = "the engine is not running"
         status = Health(status="ok" if reason is None else "failed", reason=reason)
         return JSONResponse(status.model_dump(), status_code=200 if reason is None else 503)
 

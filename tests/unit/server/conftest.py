@@ -24,6 +24,7 @@ class FakeEngine:
         self.error_after: int | None = None  # tokens before an event with an error
         self.hangs_after: int | None = None  # tokens before nothing more comes
         self.failure: str | None = None
+        self.healthy = True
         self.seen: list[tuple[list[int], SamplingParams, str]] = []
         self.running = 0
         self.aborted = 0
