@@ -164,8 +164,9 @@ class ReferenceAttention:
             top[work.items] = new
             total[work.items] = total[work.items] * decay + weights.sum(-1, keepdim=True)
             mixed[work.items] = mixed[work.items] * decay + _batched(weights, v)
-        out = (mixed / total).unflatten(2, (ROW_TILE, group)).transpose(1, 2)
-        return out.flatten(2).flatten(0, 1)[plan.scatter].to(q.dtype)
+        out = (mixed / total).view(-1, spec.num_kv_heads, ROW_TILE, group, spec.head_dim)
+        out = out.transpose(1, 2).reshape(-1, spec.num_heads * spec.head_dim)
+        return out[plan.scatter].to(q.dtype)
 
     def _load(
         self, stored: torch.Tensor, scales: torch.Tensor | None, work: TileWork
