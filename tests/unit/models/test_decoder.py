@@ -153,3 +153,20 @@ def test_non_finite_rows_name_their_layer_and_spare_their_mates(
     output = decoder.forward(make_inputs(chunks), pool)
     assert output.bad_layers.tolist() == [0, 0, 0, -1, -1, -1]
     assert output.logits[3:].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_number_of_threads_changes_no_bit(tmp_path: Path, dtype: str) -> None:
+    path = write_tiny(tmp_path / "model", hidden_size=144, intermediate_size=1000, head_dim=36)
+    decoder = load(path, dtype)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            pool = KVPool(layout_of(decoder.config, "int8"), 6)
+            results.append(run_chunked(decoder, IDS, [len(IDS)], pool, range(6)))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
