@@ -74,6 +74,22 @@ def activation_bytes(
     return tokens * per_token + 2 * rows * model.vocab_size * _FLOAT32_BYTES
 
 
+def check_weights_fit(config: EngineConfig, checkpoint_bytes: int, free_bytes: int) -> None:
+    """Refuse a model whose weights alone do not fit, before anything is loaded.
+
+    Raises:
+        CapacityError: says what is needed, what there is, and what helps.
+    """
+    available = free_bytes if config.memory is None else parse_size(config.memory)
+    if checkpoint_bytes > available:
+        source = "is free" if config.memory is None else f"memory={config.memory} allows"
+        raise CapacityError(
+            f"does not fit: the weights alone take {_gib(checkpoint_bytes)}, but only "
+            f"{_gib(available)} {source}; quantize the model (qinfer quantize --weights int4), "
+            "take a smaller one, or raise memory"
+        )
+
+
 def plan_pool(
     config: EngineConfig,
     layout: KVLayout,

@@ -180,8 +180,10 @@ class Scheduler:
 
     def _admit(self, budget: "_Budget", items: list[tuple[Request, int]]) -> None:
         """Start waiting requests, first come first served, while budget and blocks last."""
-        while self._waiting and len(self._running) < self.max_running and budget.tokens > 0:
+        while self._waiting and len(self._running) < self.max_running:
             request = self._waiting[0]
+            if budget.share(request) == 0:
+                return
             # One block for each running request's growth: else the newcomer is preempted at once.
             if not self.blocks.admit(request, reserve=len(self._running)):
                 return
@@ -190,7 +192,7 @@ class Scheduler:
             request.status = RequestStatus.RUNNING
             self._count_hits(request)
             num_new = budget.share(request)
-            if num_new:
+            if num_new:  # a prefix hit may leave only rows that do not fit into this step
                 budget.spend(request, num_new)
                 items.append((request, num_new))
 

@@ -1,0 +1,186 @@
+"""From MODEL and options to a ready engine: each part made once, in order, from final settings."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from qinfer.checkpoint.hub import resolve_model
+from qinfer.checkpoint.reader import Checkpoint, open_checkpoint
+from qinfer.engine import host
+from qinfer.engine.admission import Limits, eos_ids, sampling_defaults
+from qinfer.engine.blocks import BlockManager
+from qinfer.engine.config import EngineConfig, resolve
+from qinfer.engine.core import EngineCore
+from qinfer.engine.memory import (
+    activation_bytes,
+    check_weights_fit,
+    max_logit_rows,
+    plan_pool,
+    with_plan,
+)
+from qinfer.engine.request import SamplingDefaults
+from qinfer.engine.runner import Runner
+from qinfer.engine.scheduler import Scheduler
+from qinfer.kvcache.layout import KVLayout
+from qinfer.kvcache.pool import KVPool
+from qinfer.models.config import ModelConfig
+from qinfer.models.decoder import Decoder
+from qinfer.models.load import load_decoder
+from qinfer.models.tokenizer import Tokenizer, load_tokenizer
+from qinfer.schemes import parse_kv_dtype
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where a model comes from and how it is read.
+
+    Args:
+        revision: branch, tag or commit of a hub model; None = its default.
+        token: for gated hub models; None = the hub client's own.
+        chat_template: Jinja source that replaces the model's.
+        allow_pickle: read `.bin` files where there are no safetensors, tensors only.
+        on_load: called with the layers loaded and their number.
+    """
+
+    revision: str | None = None
+    token: str | None = None
+    chat_template: str | None = None
+    allow_pickle: bool = False
+    on_load: Callable[[int, int], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """Everything that makes one engine; two of them share nothing."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer
+    decoder: Decoder
+    pool: KVPool
+    core: EngineCore
+
+
+def load_engine(model: str | Path, config: EngineConfig, source: Source) -> Engine:
+    """Load a model and make its engine.
+
+    Args:
+        model: directory, hub id or `.gguf` file.
+        config: the settings as the user gave them.
+        source: how the model is found and read.
+
+    Raises:
+        ConfigError: settings that cannot work with this model or machine.
+        CheckpointError: the model is missing or damaged.
+        CapacityError: it does not fit into memory.
+    """
+    path = resolve_model(model, revision=source.revision, token=source.token)
+    checkpoint = open_checkpoint(path, allow_pickle=source.allow_pickle)
+    model_config = ModelConfig.from_dict(checkpoint.config)
+    resolved = resolve(
+        config,
+        model_config,
+        recorded_kv=checkpoint.kv_scheme,
+        has_cuda=torch.cuda.is_available(),
+        num_cores=host.num_cores(),
+    )
+    check_weights_fit(resolved, checkpoint.total_bytes, _free_bytes(resolved))
+    tokenizer = load_tokenizer(path, chat_template=source.chat_template)
+    _set_threads(resolved)
+    decoder = load_decoder(
+        checkpoint,
+        dtype=resolved.dtype,
+        device=resolved.device,
+        max_positions=resolved.max_model_len,
+        progress=source.on_load,
+    )
+    layout = cache_layout(model_config, resolved)
+    plan = plan_pool(
+        resolved,
+        layout,
+        weights_bytes=decoder.memory_bytes,
+        activations=engine_activation_bytes(model_config, resolved),
+        free_bytes=_free_bytes(resolved),
+        max_len_given=config.max_model_len is not None,
+    )
+    final = with_plan(resolved, plan)
+    pool = KVPool(layout, plan.num_blocks, final.device)
+    limits = _limits(checkpoint, model_config, tokenizer, plan.max_model_len)
+    core = EngineCore(
+        Runner(decoder, pool),
+        _scheduler(path, final, plan.num_blocks),
+        tokenizer,
+        limits,
+        seed=final.seed,
+        device=final.device,
+    )
+    return Engine(final, model_config, checkpoint, tokenizer, decoder, pool, core)
+
+
+def cache_layout(model: ModelConfig, config: EngineConfig) -> KVLayout:
+    """Return the shape of the cache for resolved settings."""
+    return KVLayout(
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        scheme=parse_kv_dtype(config.kv_cache_dtype),
+        block_size=config.block_size,
+    )
+
+
+def engine_activation_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """Return the predicted transient bytes of a full step for resolved settings."""
+    return activation_bytes(
+        model,
+        config.dtype,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+    )
+
+
+def _scheduler(path: Path, config: EngineConfig, num_blocks: int) -> Scheduler:
+    blocks = BlockManager(
+        num_blocks,
+        config.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        cache_key=f"{path} {config.dtype} {config.kv_cache_dtype}",
+    )
+    return Scheduler(
+        blocks,
+        max_batch_tokens=config.max_num_batched_tokens,
+        max_running=config.max_num_seqs,
+        max_logit_rows=max_logit_rows(config.max_num_seqs),
+    )
+
+
+def _limits(
+    checkpoint: Checkpoint, model: ModelConfig, tokenizer: Tokenizer, max_model_len: int
+) -> Limits:
+    generation = checkpoint.generation_config
+    defaults = sampling_defaults(generation)
+    if defaults != SamplingDefaults():
+        _log.info("sampling defaults from generation_config.json: %s", defaults)
+    declared = generation.get("eos_token_id", checkpoint.config.get("eos_token_id"))
+    return Limits(
+        max_model_len=max_model_len,
+        vocab_size=model.vocab_size,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_ids=eos_ids(declared, tokenizer.eos_token_id),
+        defaults=defaults,
+    )
+
+
+def _free_bytes(config: EngineConfig) -> int:
+    return host.available_memory() if config.device == "cpu" else torch.cuda.mem_get_info()[0]
+
+
+def _set_threads(config: EngineConfig) -> None:
+    """Give torch the threads; a process-wide setting, on which no result depends."""
+    if config.threads is not None and torch.get_num_threads() != config.threads:
+        torch.set_num_threads(config.threads)
