@@ -58,7 +58,7 @@ class Override:
                     f"override {text!r}: {setting!r} is neither bits:N, group_size:N nor skip"
                 )
             values[match[1]] = int(match[2])
-        return Override(pattern, **values)
+        return Override(pattern, values.get("bits"), values.get("group_size"))
 
     def matches(self, name: str) -> bool:
         """Tell whether a module is meant."""

@@ -38,9 +38,14 @@ class Hessian:
 
         Raises:
             QuantizationError: no token was ever added.
+            NonFiniteError: finite inputs are so large that their squares are not.
         """
         if self.num_tokens == 0:
             raise QuantizationError(f"{self.name}: no calibration token reached this layer")
+        if not bool(torch.isfinite(self._sum).all()):
+            raise NonFiniteError(
+                f"the inputs of {self.name} are too large: their squares exceed float32"
+            )
         return self._sum * (2.0 / self.num_tokens)
 
 

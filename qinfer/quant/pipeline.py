@@ -18,7 +18,7 @@ import torch
 from qinfer.checkpoint.hub import resolve_model
 from qinfer.checkpoint.reader import Checkpoint, open_checkpoint
 from qinfer.checkpoint.writer import CheckpointWriter
-from qinfer.errors import CheckpointError, QuantizationError
+from qinfer.errors import CheckpointError, ConfigError, QuantizationError
 from qinfer.formats import gptq as gptq_format
 from qinfer.formats import gptq_config
 from qinfer.models.config import ModelConfig, linear_shapes
@@ -38,13 +38,14 @@ from qinfer.quant.targets import Plan, Target, make_plan
 
 KV_RECORD = "qinfer_kv_cache"
 KV_RECORD_VERSION = 1
+SHARD_BYTES = 256 * 1024**2  # a shard is collected in memory, so it counts towards the peak
 
 OnProgress = Callable[[QuantProgress], None]
 
 
 def quantize(
     model: str | Path,
-    out: str | Path,
+    out: str | Path | None = None,
     *,
     revision: str | None = None,
     dry_run: bool = False,
@@ -55,32 +56,40 @@ def quantize(
 
     Args:
         model: a directory, a hub id or a `.gguf` file.
-        out: directory to write; it must not exist, and appears only when all is done.
+        out: directory to write; it must not exist, and appears only when all is done. None for a
+            dry run only.
         revision: branch, tag or commit of a hub model.
         dry_run: stop after the plan; nothing is calibrated or written.
         on_progress: called at every step.
         options: fields of `QuantizeConfig`.
 
     Raises:
-        ConfigError: options or shapes that cannot work.
-        CheckpointError: the source is damaged or quantized already, or `out` exists.
+        ConfigError: options or shapes that cannot work, or `out` exists.
+        CheckpointError: the source is damaged or quantized already.
         QuantizationError: no calibration token, a scale beyond float16, or (`strict`) a fallback.
         NonFiniteError: an activation or weight that is not finite; names layer and sample.
     """
     started = time.monotonic()
     config = QuantizeConfig(**options)
-    out = Path(out)
-    if not dry_run and out.exists():
-        raise CheckpointError(f"{out} exists already; remove it or choose another output directory")
+    target = None if dry_run else _free_path(out)
     source = open_checkpoint(resolve_model(model, revision=revision))
     job = _prepare(source, config, on_progress or _ignore)
-    if dry_run:
-        rows = tuple(plain_row(target) for target in job.plan.targets)
+    if target is None:
+        rows = tuple(plain_row(item) for item in job.plan.targets)
         report = _report(job, rows, None, _planned_bytes(job))
     else:
-        report = replace(_write(job, out), out=out)
+        report = replace(_write(job, target), out=target)
     seconds = time.monotonic() - started
     return replace(report, seconds=seconds, peak_rss_bytes=_peak_rss_bytes())
+
+
+def _free_path(out: str | Path | None) -> Path:
+    if out is None:
+        raise ConfigError("an output directory is needed, except for a dry run")
+    path = Path(out)
+    if path.exists():
+        raise ConfigError(f"{path} exists already; choose another output or remove it first")
+    return path
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,7 +133,7 @@ def _write(job: _Job, out: Path) -> QuantReport:
     calibration = _calibration(job)
     rows = {target.name: plain_row(target) for target in job.plan.targets}
     output_bytes = 0
-    with CheckpointWriter(out) as writer:
+    with CheckpointWriter(out, max_shard_bytes=SHARD_BYTES) as writer:
         for name, tensor in _tensors(job, calibration, rows):
             writer.add(name, tensor)
             output_bytes += tensor.nbytes

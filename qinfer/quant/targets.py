@@ -106,7 +106,8 @@ def make_plan(shapes: Mapping[str, tuple[int, int]], config: QuantizeConfig) -> 
     unused = [item.pattern for item in overrides if item not in chosen.values()]
     if unused:
         raise ConfigError(
-            f"override {unused[0]!r} matches no module, or none that an earlier one left; an example is {next(iter(shapes))}"
+            f"override {unused[0]!r} matches no module, or none that an earlier override left; "
+            f"a module's name is like {next(iter(shapes))}"
         )
     scheme = WeightScheme(
         bits=config.bits,

@@ -43,3 +43,10 @@ def test_non_finite_input_names_layer_and_sample_g05() -> None:
 def test_no_tokens_is_an_error_g14() -> None:
     with pytest.raises(QuantizationError, match="no calibration token reached"):
         Hessian(48, name="layer").matrix()
+
+
+def test_squares_beyond_float32_are_an_error_g05() -> None:
+    hessian = Hessian(4, name="layer")
+    hessian.add(torch.full((2, 4), 1e25), sample=0)
+    with pytest.raises(NonFiniteError, match="too large"):
+        hessian.matrix()

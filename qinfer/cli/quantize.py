@@ -1,0 +1,238 @@
+"""`qinfer quantize`: weights to INT4 or INT8, with the report of what it cost."""
+
+from collections import Counter
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+
+from qinfer.cli import console
+from qinfer.quant.config import (
+    ALGORITHMS,
+    KV_CACHE_DTYPES,
+    MISFIT_POLICIES,
+    WEIGHTS,
+    QuantizeConfig,
+)
+from qinfer.quant.pipeline import quantize
+from qinfer.quant.report import ModuleRow, QuantProgress, QuantReport
+
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(QuantizeConfig)}
+_MAX_LISTED = 20
+_POSITIVE = click.IntRange(min=1)
+
+
+def _parse_group_size(_: click.Context, __: click.Parameter, value: str) -> int | str:
+    if value == "auto":
+        return value
+    try:
+        return int(value)
+    except ValueError as error:
+        raise click.BadParameter(f"{value!r} is neither auto nor a number") from error
+
+
+@click.command(short_help="Quantize the weights of a model to INT4 or INT8.")
+@click.argument("model", metavar="MODEL")
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Directory to write.")
+@click.option(
+    "--weights",
+    type=click.Choice(tuple(WEIGHTS)),
+    default=DEFAULTS["weights"],
+    show_default=True,
+    help="Width of a weight.",
+)
+@click.option(
+    "--algorithm",
+    type=click.Choice(ALGORITHMS),
+    default=DEFAULTS["algorithm"],
+    show_default=True,
+    help="gptq is calibrated on text, rtn rounds to nearest.",
+)
+@click.option(
+    "--group-size",
+    metavar="auto|N|-1",
+    default=DEFAULTS["group_size"],
+    show_default=True,
+    callback=_parse_group_size,
+    help="Inputs that share a scale; -1 = all; auto = the largest of 128, 64, 32 that fits.",
+)
+@click.option(
+    "--asym", is_flag=True, help="Store zero points (GPTQ v2) instead of a symmetric grid."
+)
+@click.option("--act-order", is_flag=True, help="Take columns by descending Hessian diagonal.")
+@click.option(
+    "--damp-percent",
+    type=click.FloatRange(0, 1),
+    default=DEFAULTS["damp_percent"],
+    show_default=True,
+    help="Share of the mean Hessian diagonal that is added to it.",
+)
+@click.option(
+    "--calibration",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="UTF-8 text to calibrate on; a novel in the package if not given.",
+)
+@click.option(
+    "--samples",
+    "num_samples",
+    type=_POSITIVE,
+    default=DEFAULTS["num_samples"],
+    show_default=True,
+    help="Calibration windows.",
+)
+@click.option(
+    "--seq-len",
+    type=_POSITIVE,
+    default=DEFAULTS["seq_len"],
+    show_default=True,
+    help="Tokens per calibration window.",
+)
+@click.option(
+    "--override",
+    "overrides",
+    multiple=True,
+    metavar="REGEX=SETTINGS",
+    help="Modules whose name REGEX finds get bits:N and/or group_size:N, or skip. Repeatable; "
+    "the first that matches counts.",
+)
+@click.option(
+    "--kv-cache-dtype",
+    type=click.Choice(KV_CACHE_DTYPES),
+    default=DEFAULTS["kv_cache_dtype"],
+    show_default=True,
+    help="KV cache type recorded for serving.",
+)
+@click.option(
+    "--on-misfit",
+    type=click.Choice(MISFIT_POLICIES),
+    default=DEFAULTS["on_misfit"],
+    show_default=True,
+    help="Shapes that the format cannot carry: refuse the model, or leave them unquantized.",
+)
+@click.option("--revision", help="Branch, tag or commit of a hub model.")
+@click.option("--dry-run", is_flag=True, help="Show the plan and the expected size, and stop.")
+@click.option("--strict", is_flag=True, help="Fail if a module falls back to rounding.")
+def command(
+    model: str, out: Path | None, *, revision: str | None, dry_run: bool, **options: Any
+) -> None:
+    r"""Quantize the weights of MODEL (directory, hub id or .gguf file) and write them to OUT.
+
+    OUT is a checkpoint in GPTQ format that other engines load too. It appears only when it is
+    complete, and holds quantize_report.json: error, damping and tokens of every module.
+
+    \b
+    Examples:
+      qinfer quantize MODEL -o OUT
+      qinfer quantize MODEL -o OUT --weights int8 --group-size -1
+      qinfer quantize MODEL -o OUT --asym --group-size 32 --samples 64
+      qinfer quantize MODEL -o OUT --override 'down_proj=bits:8' --override 'layers\.0\.=skip'
+      qinfer quantize MODEL --dry-run
+    """
+    if out is None and not dry_run:
+        raise click.UsageError("Missing option '-o' / '--out' (not needed with --dry-run).")
+    with console.Stages() as stages:
+
+        def show_progress(step: QuantProgress) -> None:
+            stages.update(step.stage, step.done, step.total, step.note)
+
+        report = quantize(
+            model, out, revision=revision, dry_run=dry_run, on_progress=show_progress, **options
+        )
+    if dry_run:
+        _show_plan(report)
+    else:
+        _show_result(report)
+
+
+def _show_plan(report: QuantReport) -> None:
+    """Show what would be done, one line per kind of module."""
+    kinds = Counter((_kind(row), row.in_features, row.out_features, row.scheme or "unquantized")
+                    for row in report.rows)  # fmt: skip
+    console.show(
+        console.table(
+            f"plan: {report.scheme}",
+            ["module", "scheme", "in_features", "out_features", "modules"],
+            [[kind, scheme, str(i), str(o), str(n)] for (kind, i, o, scheme), n in kinds.items()],
+            left=2,
+        )
+    )
+    _show_exceptions(report)
+    console.show(_sizes(report, "expected"))
+
+
+def _show_result(report: QuantReport) -> None:
+    """Show the error of every module, one line per layer, and what stands out."""
+    layers: dict[str, dict[str, str]] = {}
+    for row in report.rows:
+        layer = row.name.removesuffix(f".{_kind(row)}").removeprefix("model.layers.")
+        layers.setdefault(layer, {})[_kind(row).rpartition(".")[2]] = _cell(row)
+    kinds = list(dict.fromkeys(kind for cells in layers.values() for kind in cells))
+    what = "outputs on the calibration text" if report.calibration else "weights"
+    console.show(
+        console.table(
+            f"{report.scheme}: relative squared error of the {what} (R: rounding took over)",
+            ["layer", *kinds],
+            [[layer, *(cells.get(kind, "") for kind in kinds)] for layer, cells in layers.items()],
+        )
+    )
+    _show_exceptions(report)
+    console.show(f"mean error {report.mean_error:.5f}; {_effort(report)}")
+    console.show(_sizes(report, "written"))
+    console.show(
+        f"{report.out} in {report.seconds:.1f} s, peak memory {_megabytes(report.peak_rss_bytes)}"
+    )
+
+
+def _show_exceptions(report: QuantReport) -> None:
+    """List modules that were rounded or left as they were, with the reason."""
+    for title, rows in (
+        ("fell back to rounding", report.fallback_modules),
+        ("left unquantized", report.skipped_modules),
+    ):
+        if not rows:
+            continue
+        lines = [f"  {row.name}: {row.fallback or row.skipped}" for row in rows[:_MAX_LISTED]]
+        if len(rows) > _MAX_LISTED:
+            lines.append(f"  and {len(rows) - _MAX_LISTED} more; all are in quantize_report.json")
+        console.warn(f"{len(rows)} of {len(report.rows)} modules {title}:\n" + "\n".join(lines))
+
+
+def _effort(report: QuantReport) -> str:
+    """Return what the calibration used, in words."""
+    if report.calibration is None:
+        return "no calibration"
+    facts = report.calibration
+    damping = sorted({row.damp_percent for row in report.rows if row.damp_percent is not None})
+    return (
+        f"{facts['num_samples']} samples, {facts['num_tokens']} tokens of {facts['source']} text; "
+        f"damping {', '.join(f'{value:g}' for value in damping) or 'none'}; "
+        f"{len(report.fallback_modules)} fallbacks"
+    )
+
+
+def _sizes(report: QuantReport, verb: str) -> str:
+    sizes = report.sizes
+    line = (
+        f"{_megabytes(sizes.source_bytes)} before, {_megabytes(sizes.output_bytes)} {verb} "
+        f"({sizes.output_bytes / sizes.source_bytes:.0%})"
+    )
+    if sizes.skip_cost_bytes:
+        line += f"; shapes that do not fit cost {_megabytes(sizes.skip_cost_bytes)}"
+    return line
+
+
+def _kind(row: ModuleRow) -> str:
+    """Return the module's name inside its block."""
+    return ".".join(row.name.split(".")[-2:])
+
+
+def _cell(row: ModuleRow) -> str:
+    if row.error is None:
+        return "-"
+    return f"{row.error:.5f}{' R' if row.fallback else ''}"
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.1f} MB"
