@@ -7,11 +7,12 @@ of a dozen; `qinfer.cli.loading` turns it and a MODEL into a ready engine.
 import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
 from qinfer.engine.config import DEVICES, DTYPES, EngineConfig, parse_size
+from qinfer.engine.request import SamplingParams
 from qinfer.errors import ConfigError
 from qinfer.schemes import KV_DTYPE_ALIASES, KV_SCHEMES
 
@@ -64,6 +65,48 @@ def engine_options(*, without: Collection[str] = ()) -> Callable[[Verb], Verb]:
     return decorate
 
 
+def sampling_options(*, max_tokens: int | None) -> Callable[[Verb], Verb]:
+    """Add the options of sampling to a verb, which receives them as `params: SamplingParams`.
+
+    Args:
+        max_tokens: default of --max-tokens; None = as many as the context has room for.
+    """
+
+    def decorate(verb: Verb) -> Verb:
+        @functools.wraps(verb)
+        def wrapper(*args: Any, stop: tuple[str, ...], **kwargs: Any) -> None:
+            fields = {name: kwargs.pop(name) for name in _SAMPLING}
+            verb(*args, params=SamplingParams(stop=stop, **fields), **kwargs)
+
+        decorated: Verb = click.option(
+            "--stop",
+            multiple=True,
+            metavar="TEXT",
+            help="Ends the text where it appears. Repeatable.",
+        )(wrapper)
+        for name, (kind, text) in reversed(_SAMPLING.items()):
+            decorated = click.option(
+                "--" + name.replace("_", "-"),
+                type=kind,
+                default=max_tokens if name == "max_tokens" else None,
+                show_default=True,
+                help=text,
+            )(decorated)
+        return decorated
+
+    return decorate
+
+
+def chat_template_option(verb: Verb) -> Verb:
+    """Add --chat-template FILE; the verb receives the file's text as `chat_template`."""
+    return click.option(
+        "--chat-template",
+        type=click.File(encoding="utf-8"),
+        callback=_read_file,
+        help="Jinja file that replaces the model's chat template.",
+    )(verb)
+
+
 def parse_size_option(
     context: click.Context, parameter: click.Parameter, value: str | None
 ) -> str | None:
@@ -88,6 +131,17 @@ def parse_integers(
     if min(numbers) < 1:
         raise click.BadParameter(f"{value!r} holds a number below 1", context, parameter)
     return numbers
+
+
+def _read_file(
+    context: click.Context, parameter: click.Parameter, value: TextIO | None
+) -> str | None:
+    if value is None:
+        return None
+    try:
+        return value.read()
+    except UnicodeDecodeError as error:
+        raise click.BadParameter(f"{value.name} is no UTF-8 text", context, parameter) from error
 
 
 _POSITIVE = click.IntRange(min=1)
@@ -132,6 +186,18 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "type": int,
         "help": "Of requests that bring none; different each time if not given.",
     },
+}
+
+
+# field of SamplingParams -> type and help; ranges belong to SamplingParams.
+_SAMPLING: dict[str, tuple[type, str]] = {
+    "max_tokens": (int, "Tokens to generate at most; as many as the context has room for."),
+    "temperature": (float, "0 = greedy; the model's generation_config, else 1, if not given."),
+    "top_k": (int, "Sample from the k most likely tokens only; 0 = all."),
+    "top_p": (float, "Sample from the smallest set whose probability reaches p."),
+    "min_p": (float, "Leave out tokens below p times the highest probability."),
+    "repetition_penalty": (float, "Above 1 makes tokens that were seen less likely."),
+    "seed": (int, "Makes the draw reproducible; different each time if not given."),
 }
 
 

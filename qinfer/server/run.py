@@ -13,14 +13,9 @@ from qinfer.errors import ConfigError, QinferError
 KEEP_ALIVE_SECONDS = 75  # longer than the usual client pools keep idle connections
 
 
-def is_loopback(host: str) -> bool:
-    """Tell whether only programs of this machine can reach a server bound to `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+def is_loopback(sock: socket.socket) -> bool:
+    """Tell whether only programs of this machine can reach a bound socket."""
+    return ipaddress.ip_address(sock.getsockname()[0]).is_loopback
 
 
 def bind(host: str, port: int) -> socket.socket:
