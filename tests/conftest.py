@@ -12,6 +12,8 @@ import pytest
 import torch
 from support.checkpoints import write_script, write_tiny
 
+from qinfer.checkpoint.hub import DEMO_PACKAGE, demo_model, resolve_model
+
 torch.set_num_threads(1)
 
 
@@ -27,3 +29,12 @@ def script_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("script") / "model"
     write_script(path, "ABCDEFGHIJK")
     return path
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct as a bf16 directory, converted once into qinfer's cache."""
+    model = demo_model()
+    if isinstance(model, str):
+        pytest.skip(f"the package {DEMO_PACKAGE} is not installed (make setup installs it)")
+    return resolve_model(model)

@@ -1,0 +1,102 @@
+"""Turns a GGUF file into a normal model directory: bf16 weights, config, tokenizer, template.
+
+The file is read with the `gguf` library; weights are dequantized to float32 and rounded to
+bfloat16, one tensor at a time. Parsing a large vocabulary takes seconds, so callers convert once
+and keep the directory (see `qinfer.checkpoint.hub`).
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gguf import GGUFReader, GGUFValueType, ReaderField, ReaderTensor, quants
+
+from qinfer.checkpoint.gguf_config import (
+    PERMUTED,
+    ROPE_FACTORS,
+    Metadata,
+    hf_name,
+    model_config,
+)
+from qinfer.checkpoint.gguf_tokenizer import read_tokenizer
+from qinfer.checkpoint.writer import CheckpointWriter
+from qinfer.errors import CheckpointError, UnsupportedModelError
+
+CONVERTER_VERSION = 1  # part of the cache key: raise it when the output changes
+
+
+def convert(gguf_path: Path, out: Path) -> None:
+    """Convert a GGUF file into the directory `out`, which appears whole or not at all.
+
+    Raises:
+        CheckpointError: the file is missing, truncated or damaged.
+        UnsupportedModelError: architecture, tensor type or tokenizer is not supported.
+        ConfigError: `out` exists already.
+    """
+    reader = _open(gguf_path)
+    meta = Metadata(
+        {key: _value(field) for key, field in reader.fields.items()}, source=str(gguf_path)
+    )
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    factors = tensors.pop(ROPE_FACTORS, None)
+    config = model_config(
+        meta, frozenset(tensors), None if factors is None else _dequantize(factors)
+    )
+    tokenizer = read_tokenizer(meta, config["max_position_embeddings"])
+    heads = {
+        "attn_q": config["num_attention_heads"],
+        "attn_k": config["num_key_value_heads"],
+    }
+    permuted = meta.architecture() in PERMUTED
+    with CheckpointWriter(out) as writer:
+        for name, tensor in tensors.items():
+            values = _dequantize(tensor)
+            part = name.split(".")[-2]
+            if permuted and part in heads:
+                values = unpermute(values, heads[part])
+            writer.add(hf_name(name), torch.from_numpy(np.array(values)).to(torch.bfloat16))
+        writer.write_json("config.json", config)
+        writer.write_json("generation_config.json", tokenizer.generation)
+        writer.write_json("tokenizer_config.json", tokenizer.config)
+        tokenizer.tokenizer.save(str(writer.partial / "tokenizer.json"))
+
+
+def unpermute(values: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
+    """Undo llama.cpp's reordering of the rows of q and k.
+
+    Within each head llama.cpp stores the two channels of a rotary pair side by side, where
+    transformers has the first halves of all pairs before the second halves
+    (`LlamaModel.permute` in convert_hf_to_gguf.py).
+    """
+    half = values.shape[0] // num_heads // 2
+    paired = values.reshape(num_heads, half, 2, *values.shape[1:])
+    return paired.swapaxes(1, 2).reshape(values.shape)
+
+
+def _open(path: Path) -> GGUFReader:
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist")
+    try:
+        return GGUFReader(path)
+    except (OSError, ValueError, IndexError, KeyError, OverflowError) as error:
+        raise CheckpointError(f"{path} is truncated or no GGUF file: {error}") from error
+
+
+def _value(field: ReaderField) -> Any:
+    """Return a metadata value; other arrays than lists of numbers and strings do not occur."""
+    if not field.types or (field.types[0] == GGUFValueType.ARRAY and not field.data):
+        return []
+    return field.contents()
+
+
+def _dequantize(tensor: ReaderTensor) -> npt.NDArray[np.float32]:
+    """Return a tensor as float32 in row-major order, `[out, in]` for a matrix."""
+    try:
+        values: npt.NDArray[np.float32] = quants.dequantize(tensor.data, tensor.tensor_type)
+    except NotImplementedError as error:
+        raise UnsupportedModelError(
+            f"tensor {tensor.name} has type {tensor.tensor_type.name}, which cannot be dequantized"
+        ) from error
+    return values
