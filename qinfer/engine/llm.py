@@ -232,7 +232,7 @@ class LLM:
             raise QinferError("this LLM is closed; make a new one")
         return self._engine
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _encode(self, prompt: object) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
