@@ -71,7 +71,7 @@ def _converse(llm: LLM, opening: list[dict[str, str]], params: SamplingParams) -
 def _read_line() -> str:
     """Return the next message without outer spaces; the end of input is an exit."""
     try:
-        text: str = click.prompt(">", prompt_suffix=" ", default="", show_default=False)
+        text: str = click.prompt(">", prompt_suffix=" ", default="", show_default=False, err=True)
     except click.Abort:
         click.echo()
         return "/exit"

@@ -128,7 +128,7 @@ def _show_plan(model: str, llm: LLM, *, as_json: bool) -> None:
     console.show(
         console.table(
             "Kernels",
-            ["layer", "form", "kernel", "why not the ones before it", "layers"],
+            ["layer", "form", "kernel", "refused before it", "layers"],
             [[*kind, str(count)] for kind, count in kinds.items()],
             left=4,
         )
@@ -159,7 +159,7 @@ def _kind(layer: str) -> str:
 
 
 def _reasons(refusals: list[list[str]]) -> str:
-    return "; ".join(f"{name}: {reason}" for name, reason in refusals) or "it is the first choice"
+    return "; ".join(f"{name}: {reason}" for name, reason in refusals) or "none"
 
 
 def _megabytes(num_bytes: int) -> str:
