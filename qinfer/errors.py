@@ -45,6 +45,10 @@ class CapacityError(QinferError):
     exit_code = 6
 
 
+class OverloadedError(CapacityError):
+    """Too much is asked for at this moment; the same request may be served later."""
+
+
 class RequestError(QinferError):
     """A generation request whose fields are invalid; `field` names the first offender."""
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from qinfer.engine.core import EngineCore
 from qinfer.engine.metrics import EngineStats
 from qinfer.engine.request import FinishReason, SamplingParams, TokenEvent
-from qinfer.errors import CapacityError, QinferError, RequestError
+from qinfer.errors import OverloadedError, QinferError, RequestError
 
 DEFAULT_MAX_REQUESTS = 1024
 
@@ -121,7 +121,7 @@ class AsyncEngine:
 
         Raises:
             RequestError: the request is invalid, too long (ContextLengthError), or its id in use.
-            CapacityError: it can never fit, or too many requests are open.
+            CapacityError: it can never fit, or too many are open at the moment (OverloadedError).
             QinferError: the engine has failed or is not running.
         """
         key = self._open(prompt_token_ids, params, request_id)
@@ -155,7 +155,7 @@ class AsyncEngine:
         if request_id in self._keys:
             raise RequestError(f"request id {request_id!r} is already in use", field="request_id")
         if len(self._streams) >= self._max_requests:
-            raise CapacityError(
+            raise OverloadedError(
                 f"{len(self._streams)} requests are open, which is the limit; try again later"
             )
         self._core.check(prompt, params)

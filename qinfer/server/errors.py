@@ -12,12 +12,14 @@ from qinfer.errors import (
     CapacityError,
     ContextLengthError,
     NonFiniteError,
+    OverloadedError,
     QinferError,
     RequestError,
 )
 
 CLIENT_ERROR: Final = "invalid_request_error"
 SERVER_ERROR: Final = "server_error"
+RETRY_AFTER_SECONDS: Final = "1"
 _MAX_VALIDATION_ERRORS = 3  # of one body; a union reports one per alternative
 
 
@@ -54,6 +56,7 @@ ERROR_KINDS: tuple[tuple[type[Exception], ErrorKind], ...] = (
     (ModelNotFoundError, ErrorKind(404, CLIENT_ERROR, "model_not_found")),
     (RequestError, ErrorKind(400, CLIENT_ERROR)),
     (StoppingError, ErrorKind(503, SERVER_ERROR, "stopping")),
+    (OverloadedError, ErrorKind(503, SERVER_ERROR, "overloaded")),
     # What could never run, however long it waited: the message says which limit to change.
     (CapacityError, ErrorKind(400, CLIENT_ERROR, "capacity_exceeded")),
     (NonFiniteError, ErrorKind(500, SERVER_ERROR, "non_finite")),
@@ -91,7 +94,9 @@ def body_of(error: Exception) -> dict[str, Any]:
 
 def error_response(error: Exception) -> JSONResponse:
     """Return the HTTP response for an exception."""
-    return JSONResponse(body_of(error), status_code=error_kind(error).status)
+    status = error_kind(error).status
+    headers = {"Retry-After": RETRY_AFTER_SECONDS} if status == 503 else None
+    return JSONResponse(body_of(error), status_code=status, headers=headers)
 
 
 def install_error_handlers(app: FastAPI) -> None:

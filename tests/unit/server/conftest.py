@@ -95,12 +95,16 @@ def engine():
 
 @pytest.fixture
 def client(engine, tokenizer):
-    """Return a context manager that opens a client of the application (see `open_client`)."""
+    """Return a context manager that opens a client; options are fields of `ServerSettings`.
+
+    A further option, `tokenizer`, replaces the usual one.
+    """
 
     @asynccontextmanager
     async def open_client(**settings):
+        used = settings.pop("tokenizer", tokenizer)
         values: dict[str, Any] = {"served_model_names": ("m", "alias"), "max_model_len": 64}
-        app = create_app(engine, tokenizer, ServerSettings(**values | settings))
+        app = create_app(engine, used, ServerSettings(**values | settings))
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with (
             app.router.lifespan_context(app),

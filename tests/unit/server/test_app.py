@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from qinfer.errors import CapacityError, ContextLengthError, RequestError
+from qinfer.errors import CapacityError, ContextLengthError, OverloadedError, RequestError
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -164,6 +164,7 @@ def test_health_turns_red_with_the_engine(call, engine):
         (ContextLengthError("130 tokens, 128 fit", field="prompt"), 400, "context_length_exceeded"),
         (RequestError("bad", field="seed"), 400, None),
         (CapacityError("larger than the cache"), 400, "capacity_exceeded"),
+        (OverloadedError("1024 requests are open"), 503, "overloaded"),
         (RuntimeError("secret path"), 500, "internal_error"),
     ],
 )
