@@ -1,0 +1,251 @@
+import asyncio
+import threading
+from contextlib import aclosing
+
+import pytest
+from support.fake_engine import FakeRunner, drain, make_core, outputs
+
+from qinfer.engine.aio import AsyncEngine
+from qinfer.engine.core import EngineCore
+from qinfer.engine.request import SamplingParams, TokenEvent
+from qinfer.errors import CapacityError, ContextLengthError, QinferError, RequestError
+from qinfer.kvcache.inputs import ModelInputs, ModelOutput
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+
+
+async def collect(engine: AsyncEngine, prompt: list[int], params: SamplingParams, name: str):
+    async with aclosing(engine.generate(prompt, params, name)) as stream:
+        return [event async for event in stream]
+
+
+async def settle(engine: AsyncEngine) -> None:
+    """Wait until the engine has nothing left to do."""
+    for _ in range(2000):
+        stats = engine.stats()
+        if stats.running == stats.waiting == 0:
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("the engine does not come to rest")
+
+
+def solo(prompt: list[int], params: SamplingParams) -> list[int]:
+    core, _ = make_core()
+    core.add_request("solo", prompt, params)
+    return outputs(drain(core))[("solo", 0)]
+
+
+def tokens_of(events: list[TokenEvent], index: int = 0) -> list[int]:
+    return [token for event in events if event.index == index for token in event.token_ids]
+
+
+class Gate(FakeRunner):
+    """A runner that waits before every step, so that a test decides when it happens."""
+
+    def __init__(self, runner: FakeRunner) -> None:
+        super().__init__(len(runner.cache))
+        self.may_run = threading.Semaphore(0)
+
+    def run(self, inputs: ModelInputs) -> ModelOutput:
+        assert self.may_run.acquire(timeout=30)
+        return super().run(inputs)
+
+
+def gated(**options) -> tuple[EngineCore, Gate]:
+    core, runner = make_core(**options)
+    core._runner = gate = Gate(runner)
+    return core, gate
+
+
+def test_streams_run_side_by_side_and_equal_solo_runs() -> None:
+    async def main() -> None:
+        core, _ = make_core()
+        engine = AsyncEngine(core)
+        await engine.start()
+        assert engine.healthy
+        prompts = [[i, i + 1, 7] for i in range(8)]
+        results = await asyncio.gather(
+            *(collect(engine, p, GREEDY, str(i)) for i, p in enumerate(prompts))
+        )
+        for prompt, events in zip(prompts, results, strict=True):
+            assert tokens_of(events) == solo(prompt, GREEDY)
+            assert [e.finish_reason for e in events] == [None] * 7 + ["length"]
+        await engine.stop()
+        assert not engine.healthy
+        core.check_integrity()
+
+    asyncio.run(main())
+
+
+def test_samples_of_one_prompt_are_told_apart_by_their_index() -> None:
+    async def main() -> None:
+        core, _ = make_core()
+        engine = AsyncEngine(core)
+        await engine.start()
+        params = SamplingParams(temperature=1.0, seed=1, n=3, max_tokens=6, ignore_eos=True)
+        events = await collect(engine, [1, 2], params, "x")
+        assert {event.request_id for event in events} == {"x"}
+        assert len({tuple(tokens_of(events, index)) for index in range(3)}) == 3
+        assert sum(event.finish_reason is not None for event in events) == 3
+        await engine.stop()
+
+    asyncio.run(main())
+
+
+def test_closing_a_stream_aborts_its_request_and_no_other() -> None:
+    """E17, S01: a client that goes away costs nothing more; its id is free at once."""
+
+    async def main() -> None:
+        core, _ = make_core()
+        engine = AsyncEngine(core)
+        await engine.start()
+        other = asyncio.create_task(collect(engine, [9, 9], LONG, "other"))
+        stream = engine.generate([1, 2], LONG, "x")
+        await anext(stream)
+        await stream.aclose()
+        again = await collect(engine, [3, 4], GREEDY, "x")
+        assert tokens_of(again) == solo([3, 4], GREEDY)
+        assert tokens_of(await other) == solo([9, 9], LONG)
+        await settle(engine)
+        assert engine.stats().finished == {"abort": 1, "length": 2}
+        assert engine.stats().free_blocks == engine.stats().num_blocks
+        await engine.stop()
+
+    asyncio.run(main())
+
+
+def test_late_events_of_an_aborted_request_do_not_reach_its_successor() -> None:
+    """E18: results must not be mixed when a client uses an id again."""
+
+    async def main() -> None:
+        core, gate = gated()
+        engine = AsyncEngine(core)
+        await engine.start()
+        stream = engine.generate([1, 2], LONG, "x")
+        gate.may_run.release()
+        await anext(stream)  # the next step of the old request is on its way
+        await stream.aclose()
+        again = asyncio.create_task(collect(engine, [3, 4], GREEDY, "x"))
+        await asyncio.sleep(0)
+        gate.may_run.release(100)
+        assert tokens_of(await again) == solo([3, 4], GREEDY)
+        await engine.stop()
+
+    asyncio.run(main())
+
+
+def test_a_request_cancelled_while_waiting_is_never_computed() -> None:
+    """E17: batch limit 1; prefill must not include the one that left."""
+
+    async def main() -> None:
+        core, gate = gated(max_running=1)
+        engine = AsyncEngine(core)
+        await engine.start()
+        first = asyncio.create_task(collect(engine, [1, 2], GREEDY, "a"))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(collect(engine, [5] * 9, GREEDY, "b"))
+        await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+        gate.may_run.release(100)
+        await first
+        await settle(engine)
+        assert sum(gate.num_tokens) == 2 + 7
+        await engine.stop()
+
+    asyncio.run(main())
+
+
+def test_refusals_come_before_anything_is_queued() -> None:
+    async def main() -> None:
+        core, gate = gated(num_blocks=8, max_model_len=100)
+        engine = AsyncEngine(core, max_requests=1)
+        with pytest.raises(QinferError, match="not running"):
+            await collect(engine, [1], GREEDY, "early")
+        await engine.start()
+        with pytest.raises(ContextLengthError):
+            await collect(engine, [1] * 200, GREEDY, "long")
+        with pytest.raises(CapacityError, match="the cache holds 32"):
+            await collect(engine, [1] * 40, GREEDY, "large")
+        with pytest.raises(RequestError, match="empty"):
+            await collect(engine, [], GREEDY, "empty")
+        running = asyncio.create_task(collect(engine, [1], GREEDY, "x"))
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="already in use"):
+            await collect(engine, [1], GREEDY, "x")
+        with pytest.raises(CapacityError, match="try again later"):
+            await collect(engine, [1], GREEDY, "y")
+        gate.may_run.release(100)
+        assert tokens_of(await running) == solo([1], GREEDY)
+        await engine.stop()
+
+    asyncio.run(main())
+
+
+def test_a_failing_engine_ends_every_stream_with_an_error() -> None:
+    """S10, E02: no client is left hanging, and health turns red."""
+
+    class Broken(FakeRunner):
+        def run(self, inputs: ModelInputs) -> ModelOutput:
+            if len(self.num_tokens) == 3:
+                raise RuntimeError("out of memory")
+            return super().run(inputs)
+
+    async def main() -> None:
+        core, runner = make_core()
+        core._runner = Broken(len(runner.cache))
+        engine = AsyncEngine(core)
+        await engine.start()
+        results = await asyncio.gather(*(collect(engine, [i], LONG, str(i)) for i in range(3)))
+        for events in results:
+            assert events[-1].finish_reason == "error"
+            assert "out of memory" in (events[-1].error or "")
+        assert not engine.healthy
+        assert engine.failure == "RuntimeError: out of memory"
+        with pytest.raises(QinferError, match="out of memory"):
+            await collect(engine, [1], GREEDY, "late")
+        await engine.stop()
+
+    asyncio.run(main())
+
+
+def test_stop_and_abort_end_open_streams() -> None:
+    async def main() -> None:
+        core, gate = gated()
+        engine = AsyncEngine(core)
+        await engine.start()
+        tasks = [asyncio.create_task(collect(engine, [i], LONG, str(i))) for i in range(2)]
+        await asyncio.sleep(0)
+        engine.abort("0")
+        engine.abort("unknown")
+        assert (await tasks[0])[-1].finish_reason == "abort"
+        gate.may_run.release(3)
+        stopping = asyncio.create_task(engine.stop())
+        gate.may_run.release(1000)
+        await stopping
+        assert (await tasks[1])[-1].finish_reason == "abort"
+        assert core.scheduler.blocks.num_used == 0
+        core.check_integrity()
+        await engine.stop()
+
+    asyncio.run(main())
+
+
+def test_bad_rows_end_one_stream_with_the_reason() -> None:
+    """G06, through the streams."""
+
+    async def main() -> None:
+        core, _ = make_core(poison=61)
+        engine = AsyncEngine(core)
+        await engine.start()
+        good, bad = await asyncio.gather(
+            collect(engine, [1, 2], GREEDY, "good"), collect(engine, [61, 2], GREEDY, "bad")
+        )
+        assert bad[-1].finish_reason == "error"
+        assert "model.layers.1" in (bad[-1].error or "")
+        assert tokens_of(good) == solo([1, 2], GREEDY)
+        assert engine.healthy
+        await engine.stop()
+
+    asyncio.run(main())
