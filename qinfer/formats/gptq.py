@@ -43,15 +43,16 @@ def misfit(in_features: int, out_features: int, scheme: WeightScheme) -> str | N
     dimensions must fill whole int32 words, as padded files are not read by other engines.
     """
     bits, group = scheme.bits, scheme.group_size
+    problems: list[str] = []
     if group is not None and in_features % group:
-        return (
+        problems.append(
             f"in_features {in_features} is not a multiple of group size {group} "
             f"({in_features / group:g} groups)"
         )
     for name, size in (("in_features", in_features), ("out_features", out_features)):
         if size * bits % 32:
-            return f"{name} {size} x {bits} bits does not fill whole 32-bit words"
-    return None
+            problems.append(f"{name} {size} x {bits} bits does not fill whole 32-bit words")
+    return "; ".join(problems) or None
 
 
 def to_tensors(weight: QuantizedWeight, *, version: Version) -> dict[str, torch.Tensor]:
