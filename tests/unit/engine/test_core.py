@@ -191,7 +191,7 @@ def test_a_broken_row_ends_its_request_and_no_other() -> None:
 
 
 def test_eos_and_stop_tokens() -> None:
-    core, runner = make_core()
+    core, _runner = make_core()
     prompt = prompt_of(3, 5)
     free = solo(prompt, GREEDY)
     core.add_request(
@@ -231,7 +231,7 @@ def test_scores_cover_every_position_once_in_order(max_batch_tokens, max_logit_r
 
 def test_scoring_survives_preemption_without_repeating_rows() -> None:
     """E16: recomputed positions are not handed over twice."""
-    core, runner = make_core(num_blocks=10, max_batch_tokens=8, max_logit_rows=4)
+    core, _runner = make_core(num_blocks=10, max_batch_tokens=8, max_logit_rows=4)
     core.add_request(
         "first", prompt_of(0, 4), SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     )
@@ -239,6 +239,7 @@ def test_scoring_survives_preemption_without_repeating_rows() -> None:
     tokens, positions = prompt_of(2, 21), []
     core.add_score("s", tokens, lambda at, new: positions.extend(range(at, at + new.shape[0])))
     drain(core)
+    assert core.stats().preemptions > 0
     assert positions == list(range(20))
 
 

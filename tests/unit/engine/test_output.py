@@ -72,9 +72,7 @@ def test_the_match_that_completes_first_wins(tokenizer, stops) -> None:
 
 
 def test_include_stop_str_in_output(tokenizer) -> None:
-    pieces, reason = stream(
-        tokenizer, [*b"ABCDEF"], stop=("CD",), include_stop_str_in_output=True
-    )
+    pieces, reason = stream(tokenizer, [*b"ABCDEF"], stop=("CD",), include_stop_str_in_output=True)
     assert ("".join(pieces), reason) == ("ABCD", "stop")
 
 
