@@ -20,6 +20,7 @@ from qinfer.checkpoint.files import list_names, read_json
 from qinfer.errors import CheckpointError
 
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+_PLAIN_NAME = re.compile(r"[^/\\.][^/\\]*")  # no folder, no "..", no hidden file
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 
 DTYPES: dict[str, torch.dtype] = {
@@ -85,7 +86,7 @@ def read_index(
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file or "\\" in file or file == "..":
+        if not isinstance(file, str) or not _PLAIN_NAME.fullmatch(file):
             raise CheckpointError(
                 f"{index} places tensor {name} in {file!r}; a shard must be a plain file name in "
                 "the model's own directory"
