@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,14 +39,14 @@ class Live:
 
     def wait_until_idle(self) -> None:
         """Wait until no request runs or waits and every cache block is free again."""
-        wait_for(lambda: self._is_idle())
+        wait_for(self._is_idle)
 
     def _is_idle(self) -> bool:
         stats = self.engine.stats()
         return stats.running == stats.waiting == 0 and stats.free_blocks == stats.num_blocks
 
 
-def wait_for(condition: Any) -> None:
+def wait_for(condition: Callable[[], bool]) -> None:
     """Poll until a condition holds.
 
     Raises:

@@ -29,8 +29,8 @@ def test_s12_exactly_one_bos_at_both_endpoints(call, engine, make_tokenizer):
         answer = call("POST", path, json=body, settings=settings).json()
         assert answer["usage"]["prompt_tokens"] == 3
         assert engine.seen.pop()[0] == [BOS, *b"hi"]
-    body = {"prompt": "hi", "add_special_tokens": False}
-    assert call("POST", COMPLETIONS, json=body, settings=settings).status_code == 200
+    plain = {"prompt": "hi", "add_special_tokens": False}
+    assert call("POST", COMPLETIONS, json=plain, settings=settings).status_code == 200
     assert engine.seen.pop()[0] == [*b"hi"]
 
 

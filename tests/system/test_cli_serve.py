@@ -1,0 +1,100 @@
+"""`qinfer serve` as a process of its own: start, one line, SIGTERM; and its dry run."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from click.testing import CliRunner
+
+from qinfer.cli.main import cli
+from qinfer.errors import ConfigError
+
+DEADLINE_SECONDS = 60
+
+
+@contextmanager
+def serving(model, *arguments):
+    """Run `qinfer serve` on a free port; yields the process and its URL."""
+    command = [sys.executable, "-c", "from qinfer.cli.main import main; main()", "serve"]
+    process = subprocess.Popen(
+        [*command, str(model), "--port", "0", "--threads", "1", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"COLUMNS": "500"},
+    )
+    assert process.stderr is not None
+    try:
+        line = process.stderr.readline()
+        found = re.search(r"http://\S+:\d+", line)
+        assert found, line + process.stderr.read()
+        yield process, found.group(), line
+    finally:
+        process.kill()
+        process.wait(DEADLINE_SECONDS)
+        process.stderr.close()
+
+
+def test_s10_sigterm_in_mid_stream(script_model):
+    arguments = ("--served-model-name", "abc", "--kv-cache-dtype", "int8")
+    with serving(script_model, *arguments) as (process, url, line):
+        assert re.search(r"serving abc at .*weights .* MB, int8 KV .* largest context 512", line)
+        body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+            chunks = response.iter_lines()
+            next(chunks)
+            process.send_signal(signal.SIGTERM)
+            rest = [chunk for chunk in chunks if chunk]
+        assert rest[-1] == "data: [DONE]"
+        assert (
+            json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+        )
+        assert process.wait(DEADLINE_SECONDS) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+        assert process.stderr.read() == ""  # a quiet log
+
+
+def run(*arguments):
+    result = CliRunner().invoke(cli, ["serve", *map(str, arguments)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def test_dry_run_shows_kernels_memory_and_limits(script_model):
+    result = run(script_model, "--dry-run", "--kv-cache-dtype", "int8", "--max-model-len", 64)
+    assert result.exit_code == 0
+    for text in ("Kernels", "reference.paged", "Memory", "Limits", "64 tokens", "int8"):
+        assert text in result.stdout
+
+
+def test_dry_run_as_json(script_model):
+    plan = json.loads(run(script_model, "--dry-run", "--json", "--max-num-seqs", 2).stdout)
+    assert (plan["kind"], plan["format_version"]) == ("serve_plan", 1)
+    assert plan["limits"]["max_model_len"] == 512
+    assert plan["limits"]["full_length_sequences"] == 2
+    assert plan["memory"]["kv_bytes_per_token"] == 2 * 1 * 2 * 72 * 4
+    assert all(row["kernel"] for row in plan["kernels"])
+    assert run(script_model, "--json").exit_code == 2
+
+
+def test_a_taken_port_ends_the_start_before_the_model_is_loaded():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match="cannot bind"):
+            run("/there/is/no/model", "--port", taken.getsockname()[1])
+
+
+def test_s11_a_template_with_a_syntax_error_ends_the_start(script_model, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for %}")
+    with pytest.raises(ConfigError, match="does not parse"):
+        run(script_model, "--dry-run", "--chat-template", template)

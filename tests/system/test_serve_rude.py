@@ -1,0 +1,151 @@
+"""Clients that leave, ask for too much or send nonsense, against a real server."""
+
+import json
+import socket
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.checkpoints import write_tiny
+from support.live import live_server, wait_for
+
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def server(tiny_llama):
+    with live_server(tiny_llama, enable_prefix_caching=False) as live:
+        yield live
+
+
+def post(server, body, path=COMPLETIONS):
+    return httpx.post(f"{server.url}{path}", json=body, timeout=60)
+
+
+def answers(server):
+    """Check that a normal request is still answered."""
+    response = post(server, {"prompt": "ok", "max_tokens": 2, "ignore_eos": True})
+    assert response.status_code == 200, response.text
+    assert response.json()["usage"]["completion_tokens"] == 2
+
+
+def open_request(server, **fields):
+    """Send a long request over a raw socket and return the socket."""
+    body = json.dumps({"prompt": "a", "max_tokens": 120, "ignore_eos": True, **fields}).encode()
+    raw = socket.create_connection(server.address, timeout=30)
+    head = (
+        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    raw.sendall(head.encode() + body)
+    return raw
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_s01_clients_that_leave_are_aborted(server, stream):
+    before = server.engine.stats()
+    for _ in range(5):
+        with open_request(server, stream=stream, n=4) as raw:
+            if stream:
+                assert raw.recv(100)
+            else:
+                wait_for(lambda: server.engine.stats().running > 0)
+        server.wait_until_idle()
+    after = server.engine.stats()
+    aborted = after.finished.get("abort", 0) - before.finished.get("abort", 0)
+    assert aborted == 5 * 4
+    assert after.generation_tokens - before.generation_tokens < 5 * 4 * 119
+    answers(server)
+
+
+def test_e17_cancelled_while_waiting(tiny_llama):
+    with live_server(tiny_llama, max_num_seqs=1) as live:
+        with open_request(live, n=1):
+            wait_for(lambda: live.engine.stats().running == 1)
+            with open_request(live):
+                wait_for(lambda: live.engine.stats().waiting == 1)
+            wait_for(lambda: live.engine.stats().waiting == 0)
+            computed = live.engine.stats().prompt_tokens
+        wait_for(lambda: live.engine.stats().running == 0)
+        assert computed == 2
+        assert live.engine.stats().generation_tokens < 240
+        answers(live)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"prompt": []}, {"prompt": [[]]}, {"prompt": "a", "max_tokens": 0}, {"prompt": [288]}],
+)
+def test_e12_nothing_to_do_is_refused(server, body):
+    assert post(server, body).status_code == 400
+    answers(server)
+
+
+def test_e12_empty_text_starts_from_bos(server):
+    response = post(server, {"prompt": "", "max_tokens": 1, "ignore_eos": True})
+    assert response.json()["usage"]["prompt_tokens"] == 1
+    assert post(server, {"messages": []}, "/v1/chat/completions").status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "produced"),
+    [
+        *[(127, None, 1), (127, 1, 1), (127, 64, None), (128, None, None), (128, 1, None)],
+        *[(129, None, None), (64, 64, 64), (64, None, 64)],
+    ],
+)
+def test_e13_context_limit(server, length, max_tokens, produced):
+    body = {"prompt": [5] * length, "ignore_eos": True}
+    if max_tokens is not None:
+        body["max_tokens"] = max_tokens
+    response = post(server, body)
+    if produced is None:
+        error = response.json()["error"]
+        assert response.status_code == 400
+        assert error["code"] == "context_length_exceeded"
+        assert str(length) in error["message"]
+        assert "128" in error["message"]
+    else:
+        choice = response.json()["choices"][0]
+        assert choice["finish_reason"] == "length"
+        assert response.json()["usage"]["completion_tokens"] == produced
+
+
+def test_e07_seeds(server):
+    def sample(**fields):
+        body = {"prompt": "a", "max_tokens": 8, "temperature": 1, "ignore_eos": True, **fields}
+        response = post(server, body).json()
+        return [choice["text"] for choice in response["choices"]]
+
+    assert len({sample()[0] for _ in range(3)}) > 1
+    four = sample(seed=7, n=4)
+    assert len(set(four)) == 4
+    assert sample(seed=7, n=4) == four
+
+
+def test_s04_huge_bodies_are_refused(server):
+    response = post(server, {"prompt": "x" * 20_000_000})
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "body_too_large"
+    answers(server)
+
+
+def test_g06_overflow_is_an_error_in_float16_and_an_answer_in_bfloat16(tmp_path):
+    path = write_tiny(tmp_path / "model")
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.endswith(("gate_proj.weight", "up_proj.weight")):
+            tensor.mul_(50)
+        if name.endswith("down_proj.weight"):
+            tensor.fill_(6e4)
+    save_file({name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}, file)
+    with live_server(path, dtype="float16") as live:
+        for fields in ({}, {"stream": True}):
+            response = post(live, {"prompt": "abc", "max_tokens": 4, **fields})
+            assert response.status_code == 500
+            assert "float16" in response.json()["error"]["message"]
+        assert httpx.get(f"{live.url}/health").status_code == 200
+    with live_server(path, dtype="bfloat16") as live:
+        answers(live)
