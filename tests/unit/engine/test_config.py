@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from support.checkpoints import TINY
@@ -60,7 +61,7 @@ def test_context_beyond_the_rope_table_is_refused() -> None:
         ("block_size", 7),
     ],
 )
-def test_impossible_values_end_before_anything_is_loaded(option: str, value: object) -> None:
+def test_impossible_values_end_before_anything_is_loaded(option: str, value: Any) -> None:
     """K12: one line that names the option and what there is."""
     with pytest.raises(ConfigError) as error:
         EngineConfig(**{option: value})

@@ -191,7 +191,7 @@ def test_a_broken_row_ends_its_request_and_no_other() -> None:
 
 
 def test_eos_and_stop_tokens() -> None:
-    core, _runner = make_core()
+    core, _ = make_core()
     prompt = prompt_of(3, 5)
     free = solo(prompt, GREEDY)
     core.add_request(
@@ -231,12 +231,13 @@ def test_scores_cover_every_position_once_in_order(max_batch_tokens, max_logit_r
 
 def test_scoring_survives_preemption_without_repeating_rows() -> None:
     """E16: recomputed positions are not handed over twice."""
-    core, _runner = make_core(num_blocks=10, max_batch_tokens=8, max_logit_rows=4)
+    core, _ = make_core(num_blocks=10, max_batch_tokens=8, max_logit_rows=2)
     core.add_request(
         "first", prompt_of(0, 4), SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     )
     core.step()
-    tokens, positions = prompt_of(2, 21), []
+    tokens = prompt_of(2, 21)
+    positions: list[int] = []
     core.add_score("s", tokens, lambda at, new: positions.extend(range(at, at + new.shape[0])))
     drain(core)
     assert core.stats().preemptions > 0
@@ -251,13 +252,11 @@ def test_scoring_takes_prefix_hits_only_when_asked_and_before_the_start() -> Non
     for use, start, computed in ((False, 21, 29), (True, 1, 29), (True, 21, 9)):
         before = sum(runner.num_tokens)
         got: list[int] = []
-        core.add_score(
-            "s",
-            tokens,
-            lambda at, new, got=got: got.extend(range(at, at + new.shape[0])),
-            start=start,
-            use_prefix_cache=use,
-        )
+
+        def sink(position: int, rows: torch.Tensor, got: list[int] = got) -> None:
+            got.extend(range(position, position + rows.shape[0]))
+
+        core.add_score("s", tokens, sink, start=start, use_prefix_cache=use)
         drain(core)
         assert sum(runner.num_tokens) - before == computed
         assert got == list(range(start - 1, 29))

@@ -71,7 +71,7 @@ def test_what_does_not_fit_is_said_with_figures_and_a_way_out() -> None:
 def test_weights_that_can_not_fit_are_refused_before_loading() -> None:
     """L05."""
     check_weights_fit(CONFIG, 100, 100)
-    with pytest.raises(CapacityError, match=r"weights alone take 269.0 MiB, but only 64.0 MiB"):
+    with pytest.raises(CapacityError, match=r"weights alone take 269\.0 MiB, but only 64\.0 MiB"):
         check_weights_fit(replace(CONFIG, memory="64MiB"), 269 * MIB, 1 << 40)
     with pytest.raises(CapacityError, match="is free"):
         check_weights_fit(CONFIG, 269 * MIB, 64 * MIB)

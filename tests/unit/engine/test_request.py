@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from qinfer.engine.request import Request, SamplingDefaults, SamplingParams
@@ -39,7 +41,7 @@ from qinfer.errors import RequestError
         ("stop_token_ids", 7),
     ],
 )
-def test_values_out_of_range_name_their_field(field: str, value: object) -> None:
+def test_values_out_of_range_name_their_field(field: str, value: Any) -> None:
     """E08, S04, S05: refused at the door, with the field's name."""
     with pytest.raises(RequestError) as error:
         SamplingParams(**{field: value})
@@ -54,7 +56,8 @@ def test_extreme_but_valid_temperatures_are_accepted(temperature: float) -> None
 
 
 def test_spellings() -> None:
-    params = SamplingParams(stop="END", stop_token_ids=[3, 4], seed=-1, top_k=-1)
+    given: dict[str, Any] = {"stop": "END", "stop_token_ids": [3, 4]}
+    params = SamplingParams(**given, seed=-1, top_k=-1)
     assert params.stop == ("END",)
     assert params.stop_token_ids == (3, 4)
 
