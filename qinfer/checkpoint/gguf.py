@@ -41,8 +41,13 @@ def convert(gguf_path: Path, out: Path) -> None:
     )
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     factors = tensors.pop(ROPE_FACTORS, None)
+    if "token_embd.weight" not in tensors:
+        raise CheckpointError(f"{gguf_path} has no tensor token_embd.weight")
     config = model_config(
-        meta, frozenset(tensors), None if factors is None else _dequantize(factors)
+        meta,
+        frozenset(tensors),
+        num_rows=int(tensors["token_embd.weight"].shape[-1]),
+        rope_factors=None if factors is None else _dequantize(factors),
     )
     tokenizer = read_tokenizer(meta, config["max_position_embeddings"])
     heads = {

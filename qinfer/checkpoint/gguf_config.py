@@ -105,13 +105,17 @@ def hf_name(name: str) -> str:
 
 
 def model_config(
-    meta: Metadata, tensors: frozenset[str], rope_factors: npt.NDArray[np.float32] | None
+    meta: Metadata,
+    tensors: frozenset[str],
+    num_rows: int,
+    rope_factors: npt.NDArray[np.float32] | None,
 ) -> dict[str, Any]:
     """Return config.json.
 
     Args:
         meta: the file's metadata.
         tensors: the GGUF names of its tensors.
+        num_rows: rows of the embedding; the vocabulary may be listed shorter.
         rope_factors: the content of `rope_freqs.weight`, if the file has it.
 
     Raises:
@@ -126,7 +130,7 @@ def model_config(
     config: dict[str, Any] = {
         "architectures": [class_name],
         "model_type": model_type,
-        "vocab_size": _vocab_size(meta, arch),
+        "vocab_size": num_rows,
         "hidden_size": hidden,
         "intermediate_size": meta.integer(f"{arch}.feed_forward_length"),
         "num_hidden_layers": meta.integer(f"{arch}.block_count"),
@@ -157,11 +161,6 @@ def _refuse_variants(meta: Metadata, arch: str, head_dim: int) -> None:
         raise UnsupportedModelError(f"{meta.source}: rotation of a part of each head")
     if meta.integer(f"{arch}.attention.sliding_window", 0):
         raise UnsupportedModelError(f"{meta.source}: sliding window in a GGUF file")
-
-
-def _vocab_size(meta: Metadata, arch: str) -> int:
-    tokens = meta.values.get("tokenizer.ggml.tokens")
-    return meta.integer(f"{arch}.vocab_size", len(tokens) if isinstance(tokens, list) else None)
 
 
 def _shortest(value: float) -> float:
