@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qinfer.errors import MethodMismatchError, NonFiniteError
-from qinfer.evaluate.divergence import agreement_rows, kl_rows, summarize
+from qinfer.quality.divergence import agreement_rows, kl_rows, summarize
 
 
 def _random_rows(rows: int, vocab: int, seed: int = 0) -> torch.Tensor:

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qinfer.errors import CapacityError, MethodMismatchError
-from qinfer.evaluate.divergence import agreement_rows, kl_rows
-from qinfer.evaluate.perplexity import Window
+from qinfer.quality.divergence import agreement_rows, kl_rows
+from qinfer.quality.perplexity import Window
 
 CHUNK_ROWS = 64  # rows compared at once: 64 x 49152 in float64 are 25 MB
 DISK_RESERVE = 1 << 30  # bytes of disk that must stay free beside the baseline's rows
@@ -32,12 +32,16 @@ class Scorer(Protocol):
     """The part of `LLM` that scoring needs."""
 
     def score(
-        self, token_ids: list[list[int]], on_logprobs: OnLogprobs | None = None
+        self,
+        token_ids: Sequence[Sequence[int]],
+        on_logprobs: OnLogprobs | None = None,
+        *,
+        starts: Sequence[int] | None = None,
     ) -> list[list[float]]:
-        """Return the log-probability of every token but the first of each sequence.
+        """Return the log-probability of every token of each sequence from `starts` on.
 
-        `on_logprobs(sequence, start, rows)` receives the fp32 log-softmax rows in chunks; row `i`
-        predicts token `start + i + 1`.
+        `on_logprobs(sequence, position, rows)` receives their fp32 log-softmax rows in chunks;
+        row `i` predicts token `position + i + 1`.
         """
 
 
@@ -142,11 +146,9 @@ def score_baseline(
     rows.create()
     covered = _Coverage(windows, on_progress)
 
-    def store(sequence: int, start: int, values: Tensor) -> None:
-        row, kept = _scored_part(windows[sequence], start, values)
-        if kept.shape[0]:
-            rows.write(sequence, row, kept)
-        covered.add(sequence, kept.shape[0])
+    def store(sequence: int, position: int, values: Tensor) -> None:
+        rows.write(sequence, position + 1 - windows[sequence].first_scored, values)
+        covered.add(sequence, values.shape[0])
 
     return Scores(_score(scorer, windows, store, covered))
 
@@ -166,14 +168,12 @@ def score_model(
     kl = [np.full(window.num_scored, np.nan) for window in windows]
     agrees = [np.zeros(window.num_scored, dtype=np.bool_) for window in windows]
 
-    def compare(sequence: int, start: int, values: Tensor) -> None:
-        row, kept = _scored_part(windows[sequence], start, values)
-        count = kept.shape[0]
-        if count:
-            divergence, same = rows.compare(sequence, row, kept)
-            kl[sequence][row : row + count] = divergence.numpy()
-            agrees[sequence][row : row + count] = same.numpy()
-        covered.add(sequence, count)
+    def compare(sequence: int, position: int, values: Tensor) -> None:
+        row = position + 1 - windows[sequence].first_scored
+        divergence, same = rows.compare(sequence, row, values)
+        kl[sequence][row : row + values.shape[0]] = divergence.numpy()
+        agrees[sequence][row : row + values.shape[0]] = same.numpy()
+        covered.add(sequence, values.shape[0])
 
     return Scores(_score(scorer, windows, compare, covered), kl, agrees)
 
@@ -199,18 +199,10 @@ class _Coverage:
 def _score(
     scorer: Scorer, windows: Sequence[Window], on_logprobs: OnLogprobs, covered: _Coverage
 ) -> list[list[float]]:
-    logprobs = scorer.score([list(window.token_ids) for window in windows], on_logprobs)
+    logprobs = scorer.score(
+        [window.token_ids for window in windows],
+        on_logprobs,
+        starts=[window.first_scored for window in windows],
+    )
     covered.check()
-    return [
-        values[window.first_scored - 1 :] for window, values in zip(windows, logprobs, strict=True)
-    ]
-
-
-def _scored_part(window: Window, start: int, values: Tensor) -> tuple[int, Tensor]:
-    """Return the first scored token that the chunk covers, and the chunk's rows that count.
-
-    Row `i` predicts token `start + i + 1`. A row after the last token predicts nothing here.
-    """
-    skip = max(window.first_scored - start - 1, 0)
-    row = start + 1 + skip - window.first_scored
-    return row, values[skip : len(window.token_ids) - 1 - start]
+    return logprobs

@@ -1,6 +1,7 @@
 """Scoring windows with a fake engine that hands its rows over in uneven chunks."""
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +9,9 @@ import pytest
 import torch
 
 from qinfer.errors import CapacityError, MethodMismatchError
-from qinfer.evaluate import scoring
-from qinfer.evaluate.perplexity import Window, cut_windows, perplexity
-from qinfer.evaluate.scoring import BaselineRows, OnLogprobs, score_baseline, score_model
+from qinfer.quality import scoring
+from qinfer.quality.perplexity import Window, cut_windows, perplexity
+from qinfer.quality.scoring import BaselineRows, OnLogprobs, score_baseline, score_model
 
 VOCAB = 50
 
@@ -26,17 +27,23 @@ class FakeLLM:
         self.chunk = chunk
 
     def score(
-        self, token_ids: list[list[int]], on_logprobs: OnLogprobs | None = None
+        self,
+        token_ids: Sequence[Sequence[int]],
+        on_logprobs: OnLogprobs | None = None,
+        *,
+        starts: Sequence[int] | None = None,
     ) -> list[list[float]]:
+        starts = starts or [1] * len(token_ids)
         longest = max(len(ids) for ids in token_ids)
-        for start in range(0, longest - 1, self.chunk):
-            for index, ids in enumerate(token_ids):
-                rows = self.table[torch.tensor(ids[:-1])][start : start + self.chunk]
+        for offset in range(0, longest - 1, self.chunk):
+            for index, (ids, start) in enumerate(zip(token_ids, starts, strict=True)):
+                position = start - 1 + offset
+                rows = self.table[torch.tensor(ids[:-1])][position : position + self.chunk]
                 if on_logprobs is not None and rows.shape[0]:
-                    on_logprobs(index, start, rows)
+                    on_logprobs(index, position, rows)
         return [
-            [float(self.table[a, b]) for a, b in itertools.pairwise(ids)]
-            for ids in token_ids
+            [float(self.table[a, b]) for a, b in itertools.pairwise(ids[start - 1 :])]
+            for ids, start in zip(token_ids, starts, strict=True)
         ]
 
 
@@ -130,7 +137,11 @@ class ForgetfulLLM(FakeLLM):
     """Hands over only the rows of the first sequence."""
 
     def score(
-        self, token_ids: list[list[int]], on_logprobs: OnLogprobs | None = None
+        self,
+        token_ids: Sequence[Sequence[int]],
+        on_logprobs: OnLogprobs | None = None,
+        *,
+        starts: Sequence[int] | None = None,
     ) -> list[list[float]]:
         super().score(token_ids[:1], on_logprobs)
         return super().score(token_ids)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qinfer.errors import ConfigError
-from qinfer.evaluate.perplexity import (
+from qinfer.quality.perplexity import (
     bits_per_byte,
     cut_windows,
     drift_interval,

@@ -8,15 +8,15 @@ import pytest
 from support.records import METHOD
 
 from qinfer.errors import MethodMismatchError
-from qinfer.evaluate.perplexity import Window, cut_windows
-from qinfer.evaluate.report import (
+from qinfer.quality.perplexity import Window, cut_windows
+from qinfer.quality.report import (
     checkpoint_sha256,
     divergence,
     quality,
     require_same_method,
     tokens_sha256,
 )
-from qinfer.evaluate.scoring import Scores
+from qinfer.quality.scoring import Scores
 
 
 def test_b04_equal_methods_compare() -> None:

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qinfer.errors import MethodMismatchError
-from qinfer.evaluate.divergence import Divergence, summarize
-from qinfer.evaluate.perplexity import (
+from qinfer.quality.divergence import Divergence, summarize
+from qinfer.quality.perplexity import (
     Window,
     bits_per_byte,
     drift_interval,
@@ -20,7 +20,7 @@ from qinfer.evaluate.perplexity import (
     perplexity_interval,
     word_perplexity,
 )
-from qinfer.evaluate.scoring import Scores
+from qinfer.quality.scoring import Scores
 from qinfer.report.record import ContextDrift, DivergenceFigures, Method, Quality
 
 JOIN = "the text as it stands, tokenized in one piece, no special tokens"
