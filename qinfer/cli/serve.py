@@ -11,6 +11,7 @@ from qinfer.cli.loading import load_llm
 from qinfer.cli.options import EngineOptions, chat_template_option, engine_options, model_argument
 from qinfer.engine.aio import AsyncEngine
 from qinfer.engine.llm import LLM
+from qinfer.engine.request import SamplingDefaults
 from qinfer.report.jsonio import dump_json
 from qinfer.server.app import create_app
 from qinfer.server.run import bind, is_loopback, serve, url_of
@@ -82,13 +83,19 @@ def command(
 
 
 def _ready_line(url: str, settings: ServerSettings, llm: LLM) -> str:
-    memory = llm.memory()
+    memory, defaults = llm.memory(), llm.core.limits.defaults
+    sampling = "" if defaults == SamplingDefaults() else f"; sampling {_defaults(defaults)}"
     return (
         f"serving {', '.join(settings.served_model_names)} at {url}: "
         f"weights {_megabytes(memory.weights_bytes)}, "
         f"{llm.config.kv_cache_dtype} KV for {memory.kv_capacity_tokens:,} tokens, "
-        f"largest context {settings.max_model_len:,}"
+        f"largest context {settings.max_model_len:,}{sampling}"
     )
+
+
+def _defaults(defaults: SamplingDefaults) -> str:
+    """Return what an unset sampling field of a request means (E06)."""
+    return ", ".join(f"{name} {value:g}" for name, value in asdict(defaults).items())
 
 
 def serve_plan(model: str, llm: LLM) -> dict[str, Any]:
@@ -105,6 +112,7 @@ def serve_plan(model: str, llm: LLM) -> dict[str, Any]:
             for row in llm.kernels()
         ],
         "memory": asdict(memory),
+        "sampling_defaults": asdict(llm.core.limits.defaults),
         "limits": {
             "max_model_len": context,
             "kv_capacity_tokens": memory.kv_capacity_tokens,
@@ -149,6 +157,7 @@ def _show_plan(model: str, llm: LLM, *, as_json: bool) -> None:
         ("sequences of full length at once", f"{limits['full_length_sequences']:,}"),
         ("requests that run at once", f"{limits['max_num_seqs']:,}"),
         ("tokens per step", f"{limits['max_num_batched_tokens']:,}"),
+        ("sampling, where a request says nothing", _defaults(llm.core.limits.defaults)),
     ]
     console.show(console.table("Limits", ["what", "value"], [list(row) for row in bounds]))
 

@@ -46,8 +46,8 @@ class GenerationError(QinferError):
     """A request that the engine ended with an error, such as non-finite logits."""
 
 
-class StoppingError(QinferError):
-    """A request that was cut off because the server stops."""
+class UnavailableError(QinferError):
+    """The server cannot answer any more: it is stopping, or its engine has failed."""
 
 
 # The first class that matches decides, so subclasses stand before their parents.
@@ -55,7 +55,7 @@ ERROR_KINDS: tuple[tuple[type[Exception], ErrorKind], ...] = (
     (ContextLengthError, ErrorKind(400, CLIENT_ERROR, "context_length_exceeded")),
     (ModelNotFoundError, ErrorKind(404, CLIENT_ERROR, "model_not_found")),
     (RequestError, ErrorKind(400, CLIENT_ERROR)),
-    (StoppingError, ErrorKind(503, SERVER_ERROR, "stopping")),
+    (UnavailableError, ErrorKind(503, SERVER_ERROR, "unavailable")),
     (OverloadedError, ErrorKind(503, SERVER_ERROR, "overloaded")),
     # What could never run, however long it waited: the message says which limit to change.
     (CapacityError, ErrorKind(400, CLIENT_ERROR, "capacity_exceeded")),

@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from qinfer.engine.aio import AsyncEngine
 from qinfer.engine.request import FinishReason, SamplingParams, TokenEvent, TokenLogprob, Usage
-from qinfer.server.errors import GenerationError, StoppingError
+from qinfer.server.errors import GenerationError, UnavailableError
 
 Result = TypeVar("Result")
 
@@ -65,7 +65,10 @@ async def run(engine: AsyncEngine, job: Job) -> ChoiceEvents:
     Raises:
         RequestError: the engine refuses a prompt or a parameter.
         GenerationError: the engine ended a sequence with an error.
+        UnavailableError: the engine does not run, or stops.
     """
+    if not engine.healthy:
+        raise UnavailableError(f"the engine has failed: {engine.failure or 'it is not running'}")
     events: asyncio.Queue[tuple[int, TokenEvent] | asyncio.Task[None]] = asyncio.Queue()
     tasks = [
         asyncio.create_task(_forward(engine, job, number, events))
@@ -139,7 +142,7 @@ def _check(event: TokenEvent) -> None:
     if event.finish_reason == "error":
         raise GenerationError(event.error or "the engine ended the request with an error")
     if event.finish_reason == "abort":
-        raise StoppingError("the request was cut off: the server is stopping")
+        raise UnavailableError("the request was cut off: the server is stopping")
 
 
 async def _disconnect(request: Request) -> None:

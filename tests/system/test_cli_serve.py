@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 from click.testing import CliRunner
+from support.checkpoints import edit_json
 
 from qinfer.cli.main import cli
 from qinfer.errors import ConfigError
@@ -98,3 +100,25 @@ def test_s11_a_template_with_a_syntax_error_ends_the_start(script_model, tmp_pat
     template.write_text("{% for %}")
     with pytest.raises(ConfigError, match="does not parse"):
         run(script_model, "--dry-run", "--chat-template", template)
+
+
+def ready_at_once(app, sock, *, on_ready):
+    """Stand in for serving: tell that it is ready, and return."""
+    on_ready()
+
+
+@pytest.mark.parametrize(("host", "warns"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_an_open_address_is_warned_about(script_model, monkeypatch, host, warns):
+    monkeypatch.setattr("qinfer.cli.serve.serve", ready_at_once)
+    result = run(script_model, "--host", host, "--port", 0)
+    assert "serving" in result.stderr
+    assert ("no authentication" in result.stderr) is warns
+
+
+def test_e06_defaults_of_the_model_are_told_at_the_start(script_model, tmp_path, monkeypatch):
+    monkeypatch.setattr("qinfer.cli.serve.serve", ready_at_once)
+    model = shutil.copytree(script_model, tmp_path / "model")
+    edit_json(model / "generation_config.json", temperature=0.6, top_k=1)
+    assert "sampling temperature 0.6, top_k 1" in " ".join(run(model, "--port", 0).stderr.split())
+    plan = json.loads(run(model, "--dry-run", "--json").stdout)
+    assert plan["sampling_defaults"]["temperature"] == 0.6

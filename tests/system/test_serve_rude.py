@@ -1,13 +1,14 @@
 """Clients that leave, ask for too much or send nonsense, against a real server."""
 
 import json
+import shutil
 import socket
 
 import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import write_tiny
+from support.checkpoints import edit_json, write_tiny
 from support.live import live_server, wait_for
 
 COMPLETIONS = "/v1/completions"
@@ -149,3 +150,34 @@ def test_g06_overflow_is_an_error_in_float16_and_an_answer_in_bfloat16(tmp_path)
         assert httpx.get(f"{live.url}/health").status_code == 200
     with live_server(path, dtype="bfloat16") as live:
         answers(live)
+
+
+def test_e06_the_request_wins_over_the_models_defaults(tiny_llama, tmp_path):
+    model = shutil.copytree(tiny_llama, tmp_path / "model")
+    edit_json(model / "generation_config.json", top_k=1)
+    body = {"prompt": "a", "max_tokens": 8, "ignore_eos": True, "temperature": 2}
+    with live_server(model) as live:
+
+        def texts(**fields):
+            answers = [post(live, body | fields | {"seed": seed}).json() for seed in (1, 2)]
+            return {answer["choices"][0]["text"] for answer in answers}
+
+        assert len(texts()) == 1
+        assert len(texts(top_k=0)) == 2
+
+
+def test_a_dead_engine_answers_and_turns_health_red(tiny_llama, monkeypatch):
+    with live_server(tiny_llama) as live:
+        answers(live)
+
+        def fail() -> None:
+            raise MemoryError("no memory left")
+
+        monkeypatch.setattr(live.engine._core, "step", fail)
+        response = post(live, {"prompt": "a"})
+        assert response.status_code == 500
+        assert "no memory left" in response.json()["error"]["message"]
+        assert post(live, {"prompt": "a", "stream": True}).status_code == 503
+        health = httpx.get(f"{live.url}/health")
+        assert health.status_code == 503
+        assert "no memory left" in health.json()["reason"]
