@@ -25,6 +25,10 @@ class LinearKernel(Protocol):
         ...
 
 
+# Weights that are dequantized at a time (8 MiB as bfloat16), in whole multiples of so many rows.
+_PART_WEIGHTS = 1 << 22
+_PART_ROWS = 64
+
 PrepareLinear = Callable[[torch.Tensor | QuantizedWeight, LinearSpec], LinearKernel]
 LinearImplementation = Implementation[LinearSpec, PrepareLinear]
 
@@ -54,7 +58,7 @@ class DenseLinear:
 class PackedLinear:
     """Codes that stay packed in memory; each call dequantizes them into scratch, natively.
 
-    The bits equal those of `DenseLinear` with the same weight.
+    A large weight goes part by part, so that the scratch stays small. The bits equal those of `DenseLinear` with the same weight.
     """
 
     def __init__(self, weight: torch.Tensor | QuantizedWeight, spec: LinearSpec) -> None:
@@ -62,6 +66,8 @@ class PackedLinear:
             raise TypeError("a packed linear layer needs a quantized weight")
         self.packed = native.pack(weight)
         self.dtype = spec.dtype
+        self.rows_per_part = max(_PART_ROWS, _PART_WEIGHTS // spec.in_features)
+        self.rows_per_part -= self.rows_per_part % _PART_ROWS
 
     @property
     def resident_bytes(self) -> int:
@@ -70,8 +76,13 @@ class PackedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x @ W.T` for `x` `[rows, in]`, as `[rows, out]`."""
-        weight = native.dequantize(self.packed, self.dtype, threads=torch.get_num_threads())
-        return reference.linear(x, weight)
+        threads = torch.get_num_threads()
+        parts = []
+        for start in range(0, self.packed.out_features, self.rows_per_part):
+            rows = (start, min(start + self.rows_per_part, self.packed.out_features))
+            weight = native.dequantize(self.packed, self.dtype, rows=rows, threads=threads)
+            parts.append(reference.linear(x, weight))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def own(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ import torch
 
 from qinfer.errors import ConfigError
 from qinfer.formats.weight import QuantizedWeight
+from qinfer.kernels import linear
 from qinfer.kernels.cpu import native
 from qinfer.kernels.linear import DenseLinear, PackedLinear, choose_linear
 from qinfer.kernels.spec import LinearSpec
@@ -50,6 +51,18 @@ def test_packed_and_dense_give_the_same_bits(
     packed, dense = PackedLinear(weight, spec), DenseLinear(weight, spec)
     assert torch.equal(packed(x), dense(x))
     assert packed.resident_bytes < dense.resident_bytes
+
+
+def test_a_weight_of_several_parts_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    if native.load() is None:
+        pytest.skip("the C++ library is not installed")
+    monkeypatch.setattr(linear, "_PART_WEIGHTS", 64 * 80)
+    scheme = WeightScheme(4, 16)
+    weight, spec = random_weight(150, 80, scheme), LinearSpec(80, 150, torch.float32, "cpu", scheme)
+    x = torch.randn(5, 80, generator=torch.Generator().manual_seed(1))
+    packed = PackedLinear(weight, spec)
+    assert packed.rows_per_part == 64
+    assert torch.equal(packed(x), DenseLinear(weight, spec)(x))
 
 
 def test_the_first_candidate_that_can_is_taken_and_the_others_say_why() -> None:
