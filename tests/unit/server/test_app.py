@@ -230,3 +230,8 @@ def test_s01_abandoned_requests_are_aborted(client, engine):
 def test_unknown_routes_and_methods_have_openai_errors(call):
     assert error_of(call("GET", "/v1/nothing"), 404)["code"] == "not_found"
     assert error_of(call("GET", COMPLETIONS), 405)["code"] == "method_not_allowed"
+
+
+def test_the_openapi_document_is_complete(call):
+    paths = call("GET", "/openapi.json").json()["paths"]
+    assert {COMPLETIONS, CHAT, "/v1/models", "/v1/models/{name}", "/health"} <= set(paths)
