@@ -1,7 +1,11 @@
 """The memory of the paged cache: allocated once, written and read by block."""
 
+import math
+import mmap
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from qinfer.kernels.reference import TORCH_KV_DTYPES
@@ -34,10 +38,10 @@ class KVPool:
             dtype = torch.uint8  # indexing knows no FP8
         scaled = layout.scheme.quantized
         return PagedKV(
-            k=torch.zeros(*shape, layout.head_dim, dtype=dtype, device=device),
-            v=torch.zeros(*shape, layout.head_dim, dtype=dtype, device=device),
-            k_scales=torch.zeros(shape, dtype=torch.bfloat16, device=device) if scaled else None,
-            v_scales=torch.zeros(shape, dtype=torch.bfloat16, device=device) if scaled else None,
+            k=_zeros((*shape, layout.head_dim), dtype, device),
+            v=_zeros((*shape, layout.head_dim), dtype, device),
+            k_scales=_zeros(shape, torch.bfloat16, device) if scaled else None,
+            v_scales=_zeros(shape, torch.bfloat16, device) if scaled else None,
         )
 
     @property
@@ -58,6 +62,29 @@ class KVPool:
     def snapshot(self, block_ids: Sequence[int]) -> list[torch.Tensor]:
         """Return copies of everything stored in `block_ids`, layer by layer."""
         return [tensor[list(block_ids)] for layer in self._layers for tensor in _tensors(layer)]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Return zeros which, on the CPU, take no memory until they are first written.
+
+    `torch.zeros` writes them all, and a pool for every sequence at full length is mostly unused.
+    """
+    if device != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Return zeros; on the CPU in pages that become resident when they are first written.
+
+    numpy asks the system for zeroed pages, where torch would write every byte: a pool for many
+    long sequences then costs what is in it.
+    """
+    if device != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def _tensors(layer: PagedKV) -> list[torch.Tensor]:
