@@ -58,7 +58,8 @@ class DenseLinear:
 class PackedLinear:
     """Codes that stay packed in memory; each call dequantizes them into scratch, natively.
 
-    A large weight goes part by part, so that the scratch stays small. The bits equal those of `DenseLinear` with the same weight.
+    A large weight goes part by part, so that the scratch stays small. The bits equal those of
+    `DenseLinear` with the same weight.
     """
 
     def __init__(self, weight: torch.Tensor | QuantizedWeight, spec: LinearSpec) -> None:

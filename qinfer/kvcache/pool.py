@@ -1,8 +1,6 @@
 """The memory of the paged cache: allocated once, written and read by block."""
 
 import math
-import mmap
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -62,17 +60,6 @@ class KVPool:
     def snapshot(self, block_ids: Sequence[int]) -> list[torch.Tensor]:
         """Return copies of everything stored in `block_ids`, layer by layer."""
         return [tensor[list(block_ids)] for layer in self._layers for tensor in _tensors(layer)]
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Return zeros which, on the CPU, take no memory until they are first written.
-
-    `torch.zeros` writes them all, and a pool for every sequence at full length is mostly unused.
-    """
-    if device != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:

@@ -1,5 +1,8 @@
 """The pool's bytes equal the layout's formula; copies carry the scales."""
 
+import resource
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -32,3 +35,16 @@ def test_copies_carry_codes_and_scales_of_every_layer(kv: str) -> None:
         assert torch.equal(copy, original)
         assert (copy != 0).all()
     assert all((part == 0).all() for part in pool.snapshot([0]))
+
+
+def test_k10_a_large_pool_costs_what_is_written_to_it() -> None:
+    before = resident_bytes()
+    pool = KVPool(KVLayout(2, 8, 128, KV_SCHEMES["int8"]), 8192)  # over 500 MB
+    assert pool.allocated_bytes > 500e6
+    pool.layer(0).k[17].fill_(1)
+    assert resident_bytes() - before < 100e6
+
+
+def resident_bytes() -> int:
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return int(pages) * resource.getpagesize()
