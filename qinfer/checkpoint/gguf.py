@@ -5,6 +5,7 @@ bfloat16, one tensor at a time. Parsing a large vocabulary takes seconds, so cal
 and keep the directory (see `qinfer.checkpoint.hub`).
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,22 @@ from qinfer.errors import CheckpointError, UnsupportedModelError
 CONVERTER_VERSION = 1  # part of the cache key: raise it when the output changes
 
 
-def convert(gguf_path: Path, out: Path) -> None:
+def convert(
+    gguf_path: Path, out: Path, *, on_progress: Callable[[int, int], None] | None = None
+) -> None:
     """Convert a GGUF file into the directory `out`, which appears whole or not at all.
+
+    Args:
+        gguf_path: the file.
+        out: the directory to make.
+        on_progress: called with (tensors done, tensors in all).
 
     Raises:
         CheckpointError: the file is missing, truncated or damaged.
         UnsupportedModelError: architecture, tensor type or tokenizer is not supported.
         ConfigError: `out` exists already.
     """
+    writer = CheckpointWriter(out)
     reader = _open(gguf_path)
     meta = Metadata(
         {key: _value(field) for key, field in reader.fields.items()}, source=str(gguf_path)
@@ -55,13 +64,15 @@ def convert(gguf_path: Path, out: Path) -> None:
         "attn_k": config["num_key_value_heads"],
     }
     permuted = meta.architecture() in PERMUTED
-    with CheckpointWriter(out) as writer:
-        for name, tensor in tensors.items():
+    with writer:
+        for done, (name, tensor) in enumerate(tensors.items(), start=1):
             values = _dequantize(tensor)
             part = name.split(".")[-2]
             if permuted and part in heads:
                 values = unpermute(values, heads[part])
             writer.add(hf_name(name), torch.from_numpy(np.array(values)).to(torch.bfloat16))
+            if on_progress:
+                on_progress(done, len(tensors))
         writer.write_json("config.json", config)
         writer.write_json("generation_config.json", tokenizer.generation)
         writer.write_json("tokenizer_config.json", tokenizer.config)

@@ -48,9 +48,14 @@ class TensorEntry:
     shape: tuple[int, ...]
 
     @property
+    def num_elements(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the data on disk."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.num_elements * self.dtype.itemsize
 
 
 def index_safetensors(path: Path) -> dict[str, TensorEntry] | None:

@@ -1,0 +1,160 @@
+"""`qinfer convert` and `qinfer inspect` as a user types them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from support.checkpoints import edit_json, load_oracle, write_tiny
+from support.gguf_files import write_gguf
+from support.gptq_reader import dequantize_checkpoint
+from support.quantized import quantize_directory
+
+from qinfer.checkpoint.reader import open_checkpoint
+from qinfer.cli.main import cli
+from qinfer.errors import CheckpointError, ConfigError, UnsupportedModelError
+from qinfer.schemes import WeightScheme
+
+
+def run(*arguments: object) -> str:
+    result = CliRunner().invoke(cli, [str(argument) for argument in arguments])
+    if result.exception is not None:
+        raise result.exception
+    return result.stdout
+
+
+def inspect(path: Path, *options: str) -> dict:
+    return json.loads(run("inspect", path, "--json", *options))
+
+
+def test_convert_gguf_makes_a_directory_that_transformers_loads(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    file = write_gguf(tiny_llama, tmp_path / "m.gguf", "llama")
+    assert run("convert", file, "-o", tmp_path / "out") == f"{tmp_path / 'out'}\n"
+    logits = load_oracle(tmp_path / "out")(torch.arange(20)[None]).logits
+    expected = load_oracle(tiny_llama, torch.bfloat16).float()(torch.arange(20)[None]).logits
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+
+
+def test_convert_pickles_only_when_allowed(tmp_path: Path) -> None:
+    """L03: the way out that the refusal names."""
+    source = write_tiny(tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    torch.save(tensors, source / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"convert .* -o OUT --allow-pickle"):
+        run("convert", source, "-o", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    run("convert", source, "-o", tmp_path / "out", "--allow-pickle")
+    written = open_checkpoint(tmp_path / "out")
+    assert all(torch.equal(written.tensor(name), tensors[name]) for name in tensors)
+    assert (tmp_path / "out/tokenizer.json").is_file()
+
+
+def test_convert_keeps_quantized_weights(tmp_path: Path) -> None:
+    source = write_tiny(tmp_path / "source")
+    quantize_directory(source, WeightScheme(4, 32))
+    run("convert", source, "-o", tmp_path / "out")
+    before, after = (dequantize_checkpoint(path) for path in (source, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert all((before[name] == after[name]).all() for name in before)
+
+
+def test_convert_refuses_an_existing_output_at_once(tiny_llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    for source in (tiny_llama, tmp_path / "nothing.gguf"):
+        with pytest.raises(ConfigError, match="exists already"):
+            run("convert", source, "-o", tmp_path / "out")
+
+
+def test_an_error_is_one_line_and_an_exit_code(tmp_path: Path) -> None:
+    """Truncated shard: the file is named, the exit code is the class's, no traceback."""
+    source = write_tiny(tmp_path / "source")
+    file = source / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    result = subprocess.run(
+        [sys.executable, "-c", "from qinfer.cli.main import main; main()",
+         "convert", str(source), "-o", str(tmp_path / "out")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == CheckpointError.exit_code
+    assert result.stderr.lstrip().startswith(f"error: {file} is truncated")
+    assert "Traceback" not in result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_inspect_a_plain_model(tiny_llama: Path) -> None:
+    report = inspect(tiny_llama)
+    parameters = sum(p.numel() for p in load_oracle(tiny_llama).parameters())
+    assert (report["kind"], report["format_version"]) == ("inspection", 1)
+    assert report["architecture"] == "LlamaForCausalLM"
+    assert report["supported"] is True
+    assert report["parameters"] == parameters
+    assert report["bytes"] == 4 * parameters
+    assert sum(part["parameters"] for part in report["parts"].values()) == parameters
+    assert list(report["parts"]) == ["embedding", "attention", "mlp", "norm", "head"]
+    assert report["dtypes"] == {"float32": 4 * parameters}
+    assert report["quantization"] is None
+    assert report["kv_cache"] is None
+    assert report["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 4
+    assert report["tokenizer"]["chat_template"] is True
+    assert report["eos_token_ids"] == [257, 260]
+    assert report["files"]["model.safetensors"] > 4 * parameters
+
+
+def test_inspect_a_quantized_model(tmp_path: Path, tiny_llama: Path) -> None:
+    path = write_tiny(tmp_path / "model")
+    quantize_directory(path, WeightScheme(4, 32))
+    entry = {"format_version": 1, "dtype": "int8", "granularity": "token_head"}
+    edit_json(path / "config.json", qinfer_kv_cache=entry)
+    report = inspect(path)
+    assert report["parameters"] == inspect(tiny_llama)["parameters"]
+    assert report["quantization"] == {
+        "method": "gptq", "format": "gptq", "modules": {"int4 g32 sym": 14}, "dense_linears": 0,
+    }  # fmt: skip
+    # 4 bits, a float16 scale and a 4-bit zero point per 32 weights, 32 bits of g_idx per input.
+    mlp = report["parts"]["mlp"]
+    inputs = 2 * (64 + 64 + 128)
+    assert mlp["bytes"] == mlp["parameters"] * (4 + 16 / 32 + 4 / 32) / 8 + 4 * inputs
+    assert report["kv_cache"] == {"dtype": "int8", "granularity": "token_head"}
+    assert report["kv_bytes_per_token"] == 2 * 2 * 2 * (16 + 2)
+    table = run("inspect", path)
+    for text in ("gptq: 14 x int4 g32 sym", "int8 recorded, 144 bytes per token", "size by part"):
+        assert text in table
+
+
+def test_inspect_tells_why_a_model_cannot_run(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "model")
+    edit_json(path / "config.json", architectures=["MambaForCausalLM"], model_type="mamba")
+    (path / "tokenizer.json").unlink()
+    report = inspect(path)
+    assert report["supported"] is False
+    assert "llama" in report["refusal"]
+    assert "tokenizer.json" in report["tokenizer"]["error"]
+    assert "not runnable" in run("inspect", path)
+
+
+def test_inspect_reads_a_gguf_file(tiny_llama: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("QINFER_CACHE", str(tmp_path / "cache"))
+    file = write_gguf(tiny_llama, tmp_path / "m.gguf", "llama")
+    assert inspect(file)["dtypes"].keys() == {"bfloat16"}
+    other = write_gguf(
+        tiny_llama, tmp_path / "other.gguf", "llama", extra={"general.architecture": "rwkv"}
+    )
+    with pytest.raises(UnsupportedModelError, match="'rwkv'"):
+        run("inspect", other)
+
+
+def test_inspect_looks_into_pickles_when_allowed(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    torch.save(tensors, path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pickles only"):
+        inspect(path)
+    assert inspect(path, "--allow-pickle")["dtypes"].keys() == {"float32"}

@@ -1,0 +1,38 @@
+from pathlib import Path
+
+import pytest
+from support.checkpoints import write_tiny
+from support.quantized import quantize_directory
+
+from qinfer.checkpoint.describe import describe
+from qinfer.checkpoint.reader import open_checkpoint
+from qinfer.schemes import WeightScheme
+
+
+def test_m03_a_tied_head_counts_once(tmp_path: Path, tiny_llama: Path) -> None:
+    """M03: parameters and bytes by part, at their real types."""
+    untied = describe(open_checkpoint(tiny_llama))
+    tied = describe(open_checkpoint(write_tiny(tmp_path / "tied", tie_word_embeddings=True)))
+    assert untied.total.parameters - tied.total.parameters == 288 * 64
+    assert [part.name for part in tied.parts] == ["embedding", "attention", "mlp", "norm"]
+    assert tied.total.num_bytes == open_checkpoint(tmp_path / "tied").total_bytes
+    assert tied.total.bits_per_weight == 32
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_codes_count_as_the_weights_they_stand_for(tmp_path: Path, tiny_llama: Path, bits) -> None:
+    path = write_tiny(tmp_path / "model")
+    quantize_directory(path, WeightScheme(bits, 32))
+    quantized, plain = describe(open_checkpoint(path)), describe(open_checkpoint(tiny_llama))
+    assert [part.parameters for part in quantized.parts] == [
+        part.parameters for part in plain.parts
+    ]
+    assert quantized.schemes == {f"int{bits} g32 sym": 14}
+    assert quantized.dense_linears == 0
+    assert plain.dense_linears == 14
+
+
+def test_every_family_has_no_other_parts(tmp_path: Path) -> None:
+    for family in ("mistral", "qwen2", "qwen3"):
+        parts = describe(open_checkpoint(write_tiny(tmp_path / family, family))).parts
+        assert [p.name for p in parts] == ["embedding", "attention", "mlp", "norm", "head"]
