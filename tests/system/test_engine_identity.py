@@ -174,7 +174,7 @@ def test_preemption_changes_no_text(tiny_llama: Path) -> None:
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
 def test_other_families_keep_the_promise(tmp_path: Path, family: str) -> None:
     """E02 with a sliding window, biases and qk-norm; greedy tokens are those of transformers."""
-    overrides = {"sliding_window": 20} if family == "mistral" else {}
+    overrides: dict[str, Any] = {"sliding_window": 20} if family == "mistral" else {}
     model = write_tiny(tmp_path / "model", family, **overrides)
     prompts = [prompt_of(seed, 40) for seed in range(4)]
     with open_llm(model, kv_cache_dtype="fp32", max_num_batched_tokens=23) as llm:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,14 +209,14 @@ def test_rope_table_covers_the_admitted_length(tiny_llama: Path) -> None:
 
 def test_stop_strings_and_eos_on_scripted_output(script: LLM) -> None:
     """D01, through the real engine."""
-    greedy = {"temperature": 0.0, "max_tokens": 30}
-    assert only(script.generate(".", SamplingParams(**greedy))) == ("ABCDEFGHIJK", "stop")
+    greedy = SamplingParams(temperature=0.0, max_tokens=30)
+    assert only(script.generate(".", greedy)) == ("ABCDEFGHIJK", "stop")
     for stop, text, reason in (
         (("DEFGHIJ",), "ABC", "stop"),
         (("DEX",), "ABCDEFGHIJK", "stop"),  # EOS ends it, not the stop string
         (("CDE", "CD"), "AB", "stop"),
     ):
-        assert only(script.generate(".", SamplingParams(**greedy, stop=stop))) == (text, reason)
+        assert only(script.generate(".", replace(greedy, stop=stop))) == (text, reason)
     (output,) = script.generate(".", SamplingParams(temperature=0.0, max_tokens=3))
     assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("ABC", "length")
 
@@ -304,7 +305,7 @@ def test_seeds_on_a_real_model(llm: LLM) -> None:
 
 def test_two_engines_share_nothing_and_options_stay(tmp_path: Path) -> None:
     """K07: two models of 2 and 3 layers, one options dictionary."""
-    options = {"max_num_seqs": 2, "kv_cache_dtype": "int8", "threads": 1}
+    options: dict[str, Any] = {"max_num_seqs": 2, "kv_cache_dtype": "int8", "threads": 1}
     before = dict(options)
     paths = [write_tiny(tmp_path / str(n), num_hidden_layers=n, seed=n) for n in (2, 3)]
     solo = []
