@@ -10,7 +10,6 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-import httpx
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -30,6 +29,8 @@ DEMO_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "LICENSE*", "NOTICE*"]
 _SAMPLE_BYTES = 1 << 20
+# The base of all errors of the hub's HTTP client: httpx in huggingface_hub 1, httpx2 in 2.
+_HTTP_ERROR: type[BaseException] = HfHubHTTPError.__bases__[0]
 
 
 def resolve_model(
@@ -132,5 +133,5 @@ def _download(repo: str, revision: str | None, token: str | None) -> Path:
         ) from error
     except HFValidationError as error:
         raise CheckpointError(f"{repo} does not exist, and is no hub id: {error}") from error
-    except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
+    except (_HTTP_ERROR, OSError) as error:
         raise CheckpointError(f"{where} cannot be downloaded: {error}") from error

@@ -3,8 +3,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-import httpx
 import pytest
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -15,7 +16,7 @@ from huggingface_hub.errors import (
 )
 from support.gguf_files import write_gguf
 
-from qinfer.checkpoint import hub
+from qinfer.checkpoint import gguf, hub
 from qinfer.checkpoint.reader import open_checkpoint
 from qinfer.errors import CheckpointError
 
@@ -53,11 +54,10 @@ def test_changed_gguf_is_converted_again(gguf_file: Path, cache: Path) -> None:
 def test_concurrent_conversions_all_end_well(gguf_file: Path, cache: Path, monkeypatch) -> None:
     """Two test workers may start on the same file at the same time."""
     barrier = threading.Barrier(3)
-    convert = hub.convert
 
     def slow(source: Path, out: Path) -> None:
         barrier.wait(timeout=60)
-        convert(source, out)
+        gguf.convert(source, out)
         barrier.wait(timeout=60)
 
     monkeypatch.setattr(hub, "convert", slow)
@@ -99,7 +99,7 @@ def test_a_file_of_another_kind(tmp_path: Path) -> None:
 
 
 def test_hub_arguments_are_passed_on(tmp_path: Path, monkeypatch) -> None:
-    seen = {}
+    seen: dict[str, Any] = {}
 
     def download(repo: str, **options) -> str:
         seen.update(options, repo=repo)
@@ -114,23 +114,25 @@ def test_hub_arguments_are_passed_on(tmp_path: Path, monkeypatch) -> None:
     assert not any(pattern.endswith((".bin", ".py")) for pattern in seen["allow_patterns"])
 
 
-def response(status: int) -> httpx.Response:
-    return httpx.Response(status, request=httpx.Request("GET", "https://hub.test"))
+def failure(kind: type[HfHubHTTPError], status: int) -> HfHubHTTPError:
+    """An error as the hub's client raises it, whichever HTTP library that is built on."""
+    response = SimpleNamespace(status_code=status, headers={}, request=None)
+    return kind("from the hub", response=response)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (GatedRepoError("x", response=response(403)), "accept its terms"),
-        (RepositoryNotFoundError("x", response=response(404)), "neither a local path nor"),
-        (RevisionNotFoundError("x", response=response(404)), "no revision 'v1'"),
+        (failure(GatedRepoError, 403), "accept its terms"),
+        (failure(RepositoryNotFoundError, 404), "neither a local path nor"),
+        (failure(RevisionNotFoundError, 404), "no revision 'v1'"),
         (LocalEntryNotFoundError("x"), "HF_HUB_OFFLINE"),
-        (HfHubHTTPError("x", response=response(500)), "cannot be downloaded"),
-        (httpx.ConnectError("no route"), "cannot be downloaded: no route"),
+        (failure(HfHubHTTPError, 500), "cannot be downloaded"),
+        (hub._HTTP_ERROR("no route"), "cannot be downloaded: no route"),
         (OSError("disk full"), "disk full"),
     ],
 )
-def test_hub_errors_say_what_to_do(error: Exception, message: str, monkeypatch) -> None:
+def test_hub_errors_say_what_to_do(error: BaseException, message: str, monkeypatch) -> None:
     def download(repo: str, **options) -> str:
         raise error
 
