@@ -13,6 +13,8 @@ from qinfer.models.config import ModelConfig
 
 MAX_LOGIT_ROWS = 128
 _FLOAT32_BYTES = 4
+_KV_TILE = 128  # positions and tokens that attention works on at once (kernels.attention)
+_QUERY_TILE = 16
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -61,17 +63,20 @@ def activation_bytes(
 ) -> int:
     """Estimate the transient bytes of a full step: one block's activations, and the logits.
 
-    Per token: the residual stream and its normalized copy, q, k, v and the attention output with
-    their float32 twins, gate, up and their product; per row of logits: float32 logits, and their
-    log-softmax where a request is scored.
+    Per token: the residual stream and its normalized copy, q, k, v, gate, up and their product;
+    in float32 the scores against one KV tile, and the tile itself once per `_QUERY_TILE` tokens,
+    each in a few copies. Per row of logits: float32, and their log-softmax for scored requests.
     """
     query = model.num_heads * model.head_dim
     key = model.num_kv_heads * model.head_dim
     elements = 3 * model.hidden_size + query + 2 * key + 3 * model.intermediate_size
-    per_token = elements * _DTYPE_BYTES[dtype] + (4 * query + 2 * key) * _FLOAT32_BYTES
-    tokens = max(max_num_batched_tokens, 1)
-    rows = min(max_logit_rows(max_num_seqs), tokens)
-    return tokens * per_token + 2 * rows * model.vocab_size * _FLOAT32_BYTES
+    linear = elements * _DTYPE_BYTES[dtype]
+    scores = 4 * model.num_heads * _KV_TILE
+    tile = 2 * 3 * key * _KV_TILE // _QUERY_TILE
+    attention = (4 * query + 2 * key + scores + tile) * _FLOAT32_BYTES
+    rows = min(max_logit_rows(max_num_seqs), max_num_batched_tokens)
+    logits = 2 * rows * model.vocab_size * _FLOAT32_BYTES
+    return max_num_batched_tokens * (linear + attention) + logits
 
 
 def check_weights_fit(config: EngineConfig, checkpoint_bytes: int, free_bytes: int) -> None:
