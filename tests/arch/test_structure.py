@@ -8,8 +8,10 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
+from qinfer.cli.main import VERBS, cli
 from qinfer.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -109,6 +111,13 @@ assert not heavy, heavy
     result = run_python(code)
     assert result.returncode == 0, result.stderr
     assert "qinfer" in result.stdout
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_its_command_and_a_help_text(verb: str) -> None:
+    command = cli.get_command(click.Context(cli), verb)
+    assert command is not None
+    assert command.help
 
 
 def test_facts_sizes_and_bookkeeping_load_without_torch() -> None:
