@@ -117,7 +117,7 @@ def _parse_group_size(_: click.Context, __: click.Parameter, value: str) -> int 
 def command(
     model: str, out: Path | None, *, revision: str | None, dry_run: bool, **options: Any
 ) -> None:
-    r"""Quantize the weights of MODEL (directory, hub id or .gguf file) and write them to OUT.
+    """Quantize the weights of MODEL (directory, hub id or .gguf file) and write them to OUT.
 
     OUT is a checkpoint in GPTQ format that other engines load too. It appears only when it is
     complete, and holds quantize_report.json: error, damping and tokens of every module.
@@ -127,7 +127,7 @@ def command(
       qinfer quantize MODEL -o OUT
       qinfer quantize MODEL -o OUT --weights int8 --group-size -1
       qinfer quantize MODEL -o OUT --asym --group-size 32 --samples 64
-      qinfer quantize MODEL -o OUT --override 'down_proj=bits:8' --override 'layers\.0\.=skip'
+      qinfer quantize MODEL -o OUT --override 'down_proj=bits:8' --override 'layers.0.=skip'
       qinfer quantize MODEL --dry-run
     """
     if out is None and not dry_run:

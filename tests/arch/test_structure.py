@@ -118,6 +118,7 @@ def test_every_verb_has_its_command_and_a_help_text(verb: str) -> None:
     command = cli.get_command(click.Context(cli), verb)
     assert command is not None
     assert command.help
+    assert r"\b" not in command.help, "a raw docstring hides click's line-break mark"
 
 
 def test_facts_sizes_and_bookkeeping_load_without_torch() -> None:
