@@ -125,7 +125,10 @@ def resolve(
         ConfigError: the combination cannot work; the message says what to change.
     """
     if config.device == "cuda" and not has_cuda:
-        raise ConfigError("device cuda was asked for, but there is no usable GPU; use device=cpu")
+        raise ConfigError(
+            "device cuda was asked for, but there is no GPU that this version can use; "
+            "use device=cpu"
+        )
     device = config.device
     if device == "auto":
         device = "cuda" if has_cuda else "cpu"

@@ -24,6 +24,7 @@ from qinfer.engine.memory import (
 from qinfer.engine.request import SamplingDefaults
 from qinfer.engine.runner import Runner
 from qinfer.engine.scheduler import Scheduler
+from qinfer.kernels.spec import KERNEL_DEVICES
 from qinfer.kvcache.layout import KVLayout
 from qinfer.kvcache.pool import KVPool
 from qinfer.models.config import ModelConfig
@@ -87,7 +88,7 @@ def load_engine(model: str | Path, config: EngineConfig, source: Source) -> Engi
         config,
         model_config,
         recorded_kv=checkpoint.kv_scheme,
-        has_cuda=torch.cuda.is_available(),
+        has_cuda=_has_cuda(),
         num_cores=host.num_cores(),
     )
     check_weights_fit(resolved, checkpoint.total_bytes, _free_bytes(resolved))
@@ -174,6 +175,16 @@ def _limits(
         eos_ids=eos_ids(declared, tokenizer.eos_token_id),
         defaults=defaults,
     )
+
+
+def _has_cuda() -> bool:
+    """Tell whether a GPU can be used; one that cannot is reported."""
+    if not torch.cuda.is_available():
+        return False
+    if "cuda" not in KERNEL_DEVICES:
+        _log.warning("there is a GPU, but this version has kernels for %s only", KERNEL_DEVICES)
+        return False
+    return True
 
 
 def _free_bytes(config: EngineConfig) -> int:

@@ -6,6 +6,9 @@ import torch
 
 from qinfer.schemes import KVScheme, WeightScheme
 
+# Devices for which there is a kernel of every kind of layer.
+KERNEL_DEVICES = ("cpu",)
+
 
 @dataclass(frozen=True, slots=True)
 class LinearSpec:
