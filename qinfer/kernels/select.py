@@ -38,7 +38,9 @@ class Choice(Generic[Spec, Prepare]):
     refusals: tuple[tuple[str, str], ...]
 
 
-def choose(spec: Spec, candidates: Sequence[Implementation[Spec, Prepare]]) -> Choice[Spec, Prepare]:
+def choose(
+    spec: Spec, candidates: Sequence[Implementation[Spec, Prepare]]
+) -> Choice[Spec, Prepare]:
     """Return the first candidate that supports `spec`, with the reasons of those before it.
 
     Raises:
