@@ -4,6 +4,8 @@ import torch
 
 from qinfer.errors import NonFiniteError, QuantizationError
 
+_PANEL = 128  # columns per product: only the upper triangle is summed
+
 
 class Hessian:
     """The sum of `x xᵀ` over calibration tokens, in float32, in the order they are added.
@@ -18,7 +20,7 @@ class Hessian:
     __slots__ = ("_sum", "name", "num_tokens")
 
     def __init__(self, in_features: int, *, name: str) -> None:
-        self._sum = torch.zeros(in_features, in_features)  # [in, in]
+        self._sum = torch.zeros(in_features, in_features)  # [in, in], upper triangle
         self.name = name
         self.num_tokens = 0
 
@@ -30,7 +32,9 @@ class Hessian:
         """
         check_finite(x, name=f"the input of {self.name}", sample=sample)
         X = x.float()
-        self._sum.addmm_(X.T, X)
+        for start in range(0, X.shape[1], _PANEL):
+            left = X[:, start : start + _PANEL]
+            self._sum[start : start + _PANEL, start:].addmm_(left.T, X[:, start:])
         self.num_tokens += X.shape[0]
 
     def matrix(self) -> torch.Tensor:
@@ -42,11 +46,12 @@ class Hessian:
         """
         if self.num_tokens == 0:
             raise QuantizationError(f"{self.name}: no calibration token reached this layer")
-        if not bool(torch.isfinite(self._sum).all()):
+        upper = self._sum.triu()
+        if not bool(torch.isfinite(upper).all()):
             raise NonFiniteError(
                 f"the inputs of {self.name} are too large: their squares exceed float32"
             )
-        return self._sum * (2.0 / self.num_tokens)
+        return (upper + upper.triu(1).T) * (2.0 / self.num_tokens)
 
 
 def check_finite(values: torch.Tensor, *, name: str, sample: int) -> None:
@@ -55,6 +60,8 @@ def check_finite(values: torch.Tensor, *, name: str, sample: int) -> None:
     Raises:
         NonFiniteError: naming the place and the calibration sample.
     """
+    if bool(torch.isfinite(values.sum())):  # one pass; a sum that overflows is looked at closer
+        return
     if bool(torch.isfinite(values).all()):
         return
     row = int((~torch.isfinite(values)).reshape(values.shape[0], -1).any(1).nonzero()[0])

@@ -93,6 +93,7 @@ def test_every_module_is_solved_on_what_came_before_it_g15(tmp_path: Path, famil
         for window in windows():
             oracle(torch.tensor([window]))
     for name, weight in written.items():
+        assert isinstance(weight, QuantizedWeight)
         x = torch.cat(inputs[name])
         expected = gptq.solve(dense(original[name]), 2 / len(x) * x.T @ x, weight.scheme)
         same = (expected.weight.codes == weight.codes).float().mean()
