@@ -192,7 +192,9 @@ def _invert_upper(R: torch.Tensor) -> torch.Tensor:
     """Invert an upper triangular matrix by halves: a third of the work of a solve for identity."""
     size = R.shape[0]
     if size <= _SMALL_TRIANGLE:
-        return torch.linalg.solve_triangular(R, torch.eye(size, dtype=R.dtype), upper=True)
+        identity = torch.eye(size, dtype=R.dtype)
+        inverse: torch.Tensor = torch.linalg.solve_triangular(R, identity, upper=True)
+        return inverse
     half = size // 2
     first, last = _invert_upper(R[:half, :half]), _invert_upper(R[half:, half:])
     inverse = torch.zeros_like(R)
