@@ -40,7 +40,9 @@ def test_stretched_frequencies_equal_those_of_transformers(name: str) -> None:
         max_position_embeddings=131072,
         rope_parameters=parameters,
     )
-    expected, factor = ROPE_INIT_FUNCTIONS[name](config, torch.device("cpu"))
+    expected, factor = ROPE_INIT_FUNCTIONS[str(parameters["rope_type"])](
+        config, torch.device("cpu")
+    )
     rope = ModelConfig.from_dict(config.to_dict() | {"architectures": ["LlamaForCausalLM"]}).rope
     assert torch.allclose(inverse_frequencies(rope, 128), expected, rtol=1e-6)
     assert rope.attention_factor == pytest.approx(factor)
