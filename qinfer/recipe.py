@@ -28,7 +28,7 @@ class QuantizeSection(_Section):
     algorithm: Literal["gptq", "rtn"] = "gptq"
     group_size: int | Literal["auto"] = "auto"
     asym: bool = False
-    act_order: bool = False
+    act_order: bool = True
     calibration: str | None = None
     num_samples: Count | None = None
     seq_len: Count | None = None

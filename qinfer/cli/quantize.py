@@ -60,7 +60,12 @@ def _parse_group_size(_: click.Context, __: click.Parameter, value: str) -> int 
 @click.option(
     "--asym", is_flag=True, help="Store zero points (GPTQ v2) instead of a symmetric grid."
 )
-@click.option("--act-order", is_flag=True, help="Take columns by descending Hessian diagonal.")
+@click.option(
+    "--act-order/--no-act-order",
+    default=DEFAULTS["act_order"],
+    show_default=True,
+    help="gptq: take columns by descending Hessian diagonal, in static groups.",
+)
 @click.option(
     "--damp-percent",
     type=click.FloatRange(0, 1),
@@ -72,7 +77,7 @@ def _parse_group_size(_: click.Context, __: click.Parameter, value: str) -> int 
     "--calibration",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="UTF-8 text to calibrate on; a novel in the package if not given.",
+    help="UTF-8 text to calibrate on; a novel and articles in the package if not given.",
 )
 @click.option(
     "--samples",

@@ -113,7 +113,7 @@ def make_plan(shapes: Mapping[str, tuple[int, int]], config: QuantizeConfig) -> 
         bits=config.bits,
         group_size=_group_size(shapes, chosen, config),
         symmetric=not config.asym,
-        act_order=config.act_order,
+        act_order=config.act_order and config.algorithm == "gptq",
     )
     schemes = {item: _apply(item, scheme) for item in overrides}
     targets = []

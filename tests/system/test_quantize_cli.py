@@ -32,7 +32,7 @@ def test_writes_a_checkpoint_and_shows_the_errors(
 ) -> None:
     calibration = tmp_path / "text.txt"
     calibration.write_text("Some lines.\nOf text.\n" * 20)
-    options = ("--calibration", calibration, "--act-order", "--kv-cache-dtype", "fp8_e4m3")
+    options = ("--calibration", calibration, "--no-act-order", "--kv-cache-dtype", "fp8_e4m3")
     out = tmp_path / "out"
     assert run(tiny_llama, "-o", out, *FAST, *options, monkeypatch=monkeypatch) == 0
     shown = capsys.readouterr().out
@@ -41,7 +41,7 @@ def test_writes_a_checkpoint_and_shows_the_errors(
     assert "2 samples, 64 tokens of text.txt text; damping" in shown
     assert "0 fallbacks" in shown
     report = json.loads((out / "quantize_report.json").read_text())
-    assert report["config"]["act_order"] is True
+    assert report["config"]["act_order"] is False
     config = json.loads((out / "config.json").read_text())
     assert config["qinfer_kv_cache"]["dtype"] == "fp8_e4m3"
 

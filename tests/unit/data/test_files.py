@@ -3,11 +3,13 @@
 import csv
 from importlib.resources import files
 
+import pytest
+
 from qinfer.data.files import calibration_text, demo_prompts, evaluation_text
 
 
 def test_texts_are_long_enough_for_the_defaults() -> None:
-    assert len(calibration_text()) > 390_000
+    assert len(calibration_text()) > 490_000
     assert calibration_text().startswith("EMMA")
     assert len(evaluation_text()) > 150_000
 
@@ -18,13 +20,24 @@ def test_texts_do_not_overlap() -> None:
     assert not any(line in evaluation for line in paragraphs[::20])
 
 
-def test_every_article_is_attributed() -> None:
+@pytest.mark.parametrize("name", ["calibration_articles.txt", "evaluation.txt"])
+def test_every_article_is_attributed(name: str) -> None:
     folder = files("qinfer.data")
-    lines = set(evaluation_text().splitlines())
-    rows = list(csv.DictReader(folder.joinpath("ATTRIBUTION.csv").read_text("utf-8").splitlines()))
-    assert len(rows) == 46
+    lines = set(folder.joinpath(name).read_text("utf-8").splitlines())
+    table = csv.DictReader(folder.joinpath("ATTRIBUTION.csv").read_text("utf-8").splitlines())
+    rows = [row for row in table if row["file"] == name]
+    notice = folder.joinpath("NOTICE.md").read_text("utf-8")
+    assert f"`{name}` | {len(rows)} " in notice
+    assert "CC BY-SA" in notice
     assert all(row["title"] in lines and row["url"].endswith(row["id"]) for row in rows)
-    assert "CC BY-SA" in folder.joinpath("NOTICE.md").read_text("utf-8")
+
+
+def test_no_article_serves_both_purposes() -> None:
+    rows = csv.DictReader(
+        files("qinfer.data").joinpath("ATTRIBUTION.csv").read_text("utf-8").splitlines()
+    )
+    ids = [row["id"] for row in rows]
+    assert len(ids) == len(set(ids))
 
 
 def test_demo_prompts_are_single_lines() -> None:

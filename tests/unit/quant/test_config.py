@@ -46,7 +46,6 @@ def test_bad_overrides(text: str, message: str) -> None:
         {"seq_len": 0},
         {"kv_cache_dtype": "int4"},
         {"on_misfit": "pad"},
-        {"algorithm": "rtn", "act_order": True},
     ],
 )
 def test_bad_values_name_the_option(options: dict[str, Any]) -> None:

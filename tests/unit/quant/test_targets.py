@@ -51,7 +51,7 @@ def test_misfits_are_skipped_on_request_with_their_cost_g10() -> None:
     assert [target.name[-6:] for target in plan.misfits] == ["q_proj", "k_proj"]
     weights = 576 * 576 + 576 * 192
     assert plan.skip_cost_bytes(2) > 1.4 * weights
-    assert plan.targets[2].scheme == WeightScheme(4, 128)
+    assert plan.targets[2].scheme == WeightScheme(4, 128, act_order=True)
     rules = plan.file_overrides()
     assert list(rules.values()) == [None, None]
     assert all(
@@ -73,7 +73,7 @@ def test_overrides_in_order_and_as_the_file_holds_them_g19() -> None:
     )
     plan = make_plan(SMOLLM2, config)
     schemes = {target.name.rpartition(".")[2]: target.scheme for target in plan.targets}
-    assert schemes["q_proj"] == WeightScheme(8, 32)
+    assert schemes["q_proj"] == WeightScheme(8, 32, act_order=True)
     assert schemes["k_proj"] is None
     assert plan.targets[1].reason == OVERRIDDEN
     assert plan.misfits == ()
