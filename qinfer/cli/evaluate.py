@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from qinfer.bench.record import require_same_method as require_same_speed_method
 from qinfer.cli import console
 from qinfer.cli.options import (
     KV_CACHE_DTYPES,
@@ -13,6 +14,7 @@ from qinfer.cli.options import (
     engine_options,
     parse_integers,
 )
+from qinfer.errors import MethodMismatchError
 from qinfer.report.html import evaluation_page
 from qinfer.report.jsonio import dump_json, load_json, write_atomic
 from qinfer.report.record import EvaluationRecord
@@ -214,12 +216,25 @@ def show_evaluation(record: EvaluationRecord, earlier: EvaluationRecord | None =
         record: what was measured.
         earlier: a record of the same method, whose rows are shown below.
     """
-    shown = record
-    if earlier is not None:
-        old = [replace(row, model=f"{row.model} (earlier)") for row in earlier.rows]
-        rows = (*record.rows, *(row for row in old if not row.baseline))
-        shown = replace(record, rows=rows)
+    shown = record if earlier is None else _with_earlier(record, earlier)
     table = evaluation_table(shown)
     console.show_table(None, table.columns, table.rows, left=table.left)
     for line in method_lines(record):
         console.show(line)
+
+
+def _with_earlier(record: EvaluationRecord, earlier: EvaluationRecord) -> EvaluationRecord:
+    """Return a record with the rows of an earlier one added, its speeds if they are comparable."""
+    rows = [row for row in earlier.rows if not row.baseline]
+    try:
+        require_same_speed_method(
+            record.speed_method or {},
+            earlier.speed_method or {},
+            record.environment,
+            earlier.environment,
+        )
+    except MethodMismatchError as error:
+        console.warn(f"the speeds of the earlier record are left out: {error}")
+        rows = [replace(row, speed=()) for row in rows]
+    named = [replace(row, model=f"{row.model} (earlier)") for row in rows]
+    return replace(record, rows=(*record.rows, *named))

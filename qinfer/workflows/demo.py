@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from qinfer import __version__
 from qinfer.checkpoint.hub import demo_model, resolve_model
 from qinfer.quality.report import checkpoint_sha256
@@ -85,6 +87,8 @@ def run_demo(
     report = on_progress or ignore
     source = demo_model() if model is None else model
     out.mkdir(parents=True, exist_ok=True)
+    if threads is not None:
+        torch.set_num_threads(threads)  # for quantizing; the rows of the evaluation set their own
     clock = Clock()
     report("model", 0, 1, str(source))
     path = clock.time("model", lambda: resolve_model(source))

@@ -47,20 +47,19 @@ class RowRunner:
         job_file, result_file = self._folder / "job.json", self._folder / "result.json"
         job_file.write_text(json.dumps(asdict(job)), encoding="utf-8")
         with tempfile.TemporaryFile(dir=self._folder) as printed:
-            process = subprocess.Popen(
+            with subprocess.Popen(
                 [*_COMMAND, str(job_file), str(result_file)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=printed,
                 text=True,
                 encoding="utf-8",
-            )
-            try:
-                self._listen(process.stdout, on_percent)
-                code = process.wait()
-            finally:
-                process.kill()  # does nothing to a process that has ended
-                process.wait()
+            ) as process:
+                try:
+                    self._listen(process.stdout, on_percent)
+                    code = process.wait()
+                finally:
+                    process.kill()  # does nothing to a process that has ended
             if code:
                 raise errors.QinferError(_obituary(job, code, printed))
         return build(RowResult, load_json(result_file), where="result")

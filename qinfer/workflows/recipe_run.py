@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from qinfer.errors import ConfigError
 from qinfer.quant.pipeline import quantize
 from qinfer.quant.report import REPORT_NAME
@@ -136,6 +138,8 @@ def write_reports(record: RunRecord, out: Path) -> None:
 def _quantize(
     recipe: Recipe, model: str | Path, out: Path, report: OnProgress, engine: dict[str, Any]
 ) -> None:
+    if engine.get("threads") is not None:
+        torch.set_num_threads(engine["threads"])
     options = recipe.quantize.model_dump(exclude_none=True)
     if "calibration" in options:
         options["calibration"] = Path(options["calibration"])
