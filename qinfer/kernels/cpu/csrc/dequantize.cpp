@@ -2,9 +2,6 @@
 // that of QuantizedWeight.dequantize, to the bit.
 #include "kernels.h"
 
-#define QINFER_STRING_(x) #x
-#define QINFER_STRING(x) QINFER_STRING_(x)
-
 namespace qinfer {
 namespace QINFER_ISA {
 namespace {
@@ -108,6 +105,8 @@ void dequantize_to(const qinfer_weight& w, int64_t row_begin, int64_t row_end, O
   }
 }
 
+}  // namespace
+
 void dequantize_rows(const qinfer_weight& weight, int64_t row_begin, int64_t row_end,
                      int32_t dtype, void* out) {
   if (dtype == QINFER_BFLOAT16) {
@@ -116,10 +115,6 @@ void dequantize_rows(const qinfer_weight& weight, int64_t row_begin, int64_t row
     dequantize_to(weight, row_begin, row_end, static_cast<float*>(out));
   }
 }
-
-}  // namespace
-
-const Kernels kernels = {QINFER_STRING(QINFER_ISA), dequantize_rows};
 
 }  // namespace QINFER_ISA
 }  // namespace qinfer

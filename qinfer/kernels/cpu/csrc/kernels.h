@@ -1,5 +1,5 @@
 // The kernels of one instruction set. Every op file is compiled once per set, with QINFER_ISA as
-// its namespace, and hands out its entry points through `kernels`.
+// its namespace; table.cpp gathers the entry points of a set in `kernels`.
 //
 // Op files must not include the C++ standard library: an inline function of it compiled for AVX512
 // could be the copy that the linker keeps for everyone.
@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-#include "qinfer_cpu.h"
+#include "program.h"
 
 namespace qinfer {
 
@@ -15,19 +15,35 @@ namespace qinfer {
 using DequantizeRows = void (*)(const qinfer_weight& weight, int64_t row_begin, int64_t row_end,
                                 int32_t dtype, void* out);
 
+// One thread's share of an op; see program.h.
+using OpFunction = void (*)(const void* args, int32_t thread, int32_t threads);
+
 struct Kernels {
   const char* isa;
   DequantizeRows dequantize_rows;
+  OpFunction ops[QINFER_OP_KINDS];
 };
 
-namespace portable {
-extern const Kernels kernels;
-}
-namespace avx2 {
-extern const Kernels kernels;
-}
-namespace avx512 {
-extern const Kernels kernels;
-}
+#define QINFER_DECLARE_ISA(name)                                                              \
+  namespace name {                                                                            \
+  extern const Kernels kernels;                                                               \
+  void dequantize_rows(const qinfer_weight& weight, int64_t row_begin, int64_t row_end,       \
+                       int32_t dtype, void* out);                                             \
+  void linear(const void* args, int32_t thread, int32_t threads);                             \
+  void embed(const void* args, int32_t thread, int32_t threads);                              \
+  void norm(const void* args, int32_t thread, int32_t threads);                               \
+  void silu_mul(const void* args, int32_t thread, int32_t threads);                           \
+  void quantize(const void* args, int32_t thread, int32_t threads);                           \
+  void gather(const void* args, int32_t thread, int32_t threads);                             \
+  void rope_store(const void* args, int32_t thread, int32_t threads);                         \
+  void attention(const void* args, int32_t thread, int32_t threads);                          \
+  void merge(const void* args, int32_t thread, int32_t threads);                              \
+  }
+
+QINFER_DECLARE_ISA(portable)
+QINFER_DECLARE_ISA(avx2)
+QINFER_DECLARE_ISA(avx512)
+
+#undef QINFER_DECLARE_ISA
 
 }  // namespace qinfer

@@ -5,7 +5,7 @@
 #include <thread>
 #include <vector>
 
-#include "kernels.h"
+#include "active.h"
 
 namespace qinfer {
 namespace {
@@ -18,18 +18,19 @@ std::vector<const Kernels*> usable_kernels() {
   std::vector<const Kernels*> found;
 #if defined(QINFER_HAS_AVX512)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vnni")) {
     found.push_back(&avx512::kernels);
   }
 #endif
 #if defined(QINFER_HAS_AVX2)
-  if (__builtin_cpu_supports("avx2")) found.push_back(&avx2::kernels);
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&avx2::kernels);
 #endif
   found.push_back(&portable::kernels);
   return found;
 }
 
-const Kernels*& active() {
+const Kernels*& chosen() {
   static const Kernels* kernels = usable_kernels().front();
   return kernels;
 }
@@ -60,6 +61,9 @@ bool valid(const qinfer_weight& w) {
 }
 
 }  // namespace
+
+const Kernels* active() { return chosen(); }
+
 }  // namespace qinfer
 
 extern "C" {
@@ -71,7 +75,7 @@ const char* qinfer_isa(void) { return qinfer::active()->isa; }
 int32_t qinfer_use_isa(const char* name) {
   for (const qinfer::Kernels* kernels : qinfer::usable_kernels()) {
     if (name != nullptr && std::strcmp(kernels->isa, name) == 0) {
-      qinfer::active() = kernels;
+      qinfer::chosen() = kernels;
       return QINFER_OK;
     }
   }

@@ -17,7 +17,7 @@
 extern "C" {
 #endif
 
-enum qinfer_status { QINFER_OK = 0, QINFER_BAD_ARGUMENT = 1 };
+enum qinfer_status { QINFER_OK = 0, QINFER_BAD_ARGUMENT = 1, QINFER_NO_THREADS = 2 };
 enum qinfer_dtype { QINFER_FLOAT32 = 0, QINFER_BFLOAT16 = 1 };
 
 // A quantized weight [out, in] as the kernels read it; row-major, dense, owned by the caller.

@@ -1,0 +1,66 @@
+// The small ops between products. All activations are float32, row-major.
+#pragma once
+
+#include "program.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// out[t] = table[token_ids[t]]; the table is bf16 or float32 (qinfer_dtype), or int8 tiles of a
+// tied head are never used here.
+typedef struct qinfer_embed {
+  const void* table;          // [vocab, hidden]
+  const int64_t* token_ids;   // [tokens]
+  float* out;                 // [tokens, hidden]
+  int64_t hidden;
+  int32_t dtype;
+  int32_t reserved;
+  const int64_t* num_tokens;
+} qinfer_embed;
+
+// RMSNorm (arXiv 1910.07467) of each row: x * rsqrt(mean(x^2) + eps) * weight; written as float32
+// (`out`, may be NULL) and/or quantized (`int8_rows`, may be NULL).
+typedef struct qinfer_norm {
+  const float* x;             // [tokens, size]
+  const float* weight;        // [size]
+  float* out;                 // [tokens, size] or NULL
+  const qinfer_int8_rows* int8_rows;  // or NULL
+  const int32_t* permutation; // [size] or NULL: quantized column k is column permutation[k]
+  int64_t size;
+  float eps;
+  int32_t reserved;
+  const int64_t* num_tokens;
+} qinfer_norm;
+
+// silu(x[:, :size]) * x[:, size:], float32 and/or quantized as above.
+typedef struct qinfer_silu_mul {
+  const float* x;             // [tokens, 2 * size]
+  float* out;                 // [tokens, size] or NULL
+  const qinfer_int8_rows* int8_rows;
+  const int32_t* permutation;
+  int64_t size;
+  const int64_t* num_tokens;
+} qinfer_silu_mul;
+
+// Quantizes rows.
+typedef struct qinfer_quantize {
+  const float* x;             // [tokens, size]
+  const qinfer_int8_rows* int8_rows;
+  const int32_t* permutation;
+  int64_t size;
+  const int64_t* num_tokens;
+} qinfer_quantize;
+
+// out[r] = x[rows[r]]: the rows whose logits are wanted.
+typedef struct qinfer_gather {
+  const float* x;             // [tokens, size]
+  const int64_t* rows;        // [num_rows]
+  float* out;                 // [num_rows, size]
+  int64_t size;
+  const int64_t* num_rows;
+} qinfer_gather;
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,54 @@
+// A program: the ops of one step of the model, recorded once and run by one call.
+//
+// Every op is a function of (arguments, thread, number of threads). All threads of the team call
+// it; it takes its own share of the work, cut so that no result depends on the number of threads.
+// Between two ops the team meets at a barrier. Sizes that change from step to step (tokens,
+// sequence lengths) are read through pointers, so a program is recorded once.
+#pragma once
+
+#include <stdint.h>
+
+#include "qinfer_cpu.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum qinfer_op_kind {
+  QINFER_OP_LINEAR = 1,       // linear.h: qinfer_linear
+  QINFER_OP_EMBED = 2,        // ops.h: qinfer_embed
+  QINFER_OP_NORM = 3,         // ops.h: qinfer_norm
+  QINFER_OP_SILU_MUL = 4,     // ops.h: qinfer_silu_mul
+  QINFER_OP_QUANTIZE = 5,     // ops.h: qinfer_quantize
+  QINFER_OP_GATHER = 6,       // ops.h: qinfer_gather
+  QINFER_OP_ROPE_STORE = 7,   // attention.h: qinfer_rope_store
+  QINFER_OP_ATTENTION = 8,    // attention.h: qinfer_attention, partial results of KV spans
+  QINFER_OP_MERGE = 9,        // attention.h: the same struct; merges the spans in ascending order
+  QINFER_OP_KINDS = 10
+};
+
+typedef struct qinfer_op {
+  int32_t kind;      // qinfer_op_kind
+  int32_t reserved;  // 0
+  const void* args;  // the struct of that kind, alive as long as the program
+} qinfer_op;
+
+// Runs `num_ops` ops one after the other on a team of `threads` persistent threads (the caller is
+// one of them). The team is made at the first call and kept; it sleeps while idle and spins only
+// inside a program. One program at a time: concurrent callers wait. Returns a qinfer_status.
+QINFER_API int32_t qinfer_run(const qinfer_op* ops, int64_t num_ops, int32_t threads);
+
+// Activations quantized to int8 per token in groups of QINFER_ACTIVATION_GROUP columns:
+// x ~ code * scale, scale = amax / 127 in float32, code = round half to even of x / scale.
+// The last group of a row is padded with zero codes, so `columns` is a multiple of the group.
+#define QINFER_ACTIVATION_GROUP 32
+typedef struct qinfer_int8_rows {
+  int8_t* codes;   // [rows, columns]
+  float* scales;   // [rows, columns / 32]
+  int32_t* sums;   // [rows, columns / 32], the sum of the group's codes
+  int64_t columns; // padded
+} qinfer_int8_rows;
+
+#ifdef __cplusplus
+}
+#endif
