@@ -17,7 +17,7 @@ from qinfer.errors import ConfigError
 from qinfer.formats.weight import QuantizedWeight
 from qinfer.kernels import cpu
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 LIBRARY_NAME = "libqinfer_cpu.so"
 PACKED_BITS = (4, 8)
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -222,6 +222,7 @@ def _declare(handle: ctypes.CDLL) -> None:
         ctypes.c_void_p,
         ctypes.c_int32,
     )
+    handle.qinfer_run.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32)
 
 
 def _describe(weight: PackedWeight) -> _Weight:

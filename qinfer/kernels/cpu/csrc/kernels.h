@@ -38,6 +38,7 @@ struct Kernels {
   void rope_store(const void* args, int32_t thread, int32_t threads);                         \
   void attention(const void* args, int32_t thread, int32_t threads);                          \
   void merge(const void* args, int32_t thread, int32_t threads);                              \
+  void argmax(const void* args, int32_t thread, int32_t threads);                             \
   }
 
 QINFER_DECLARE_ISA(portable)

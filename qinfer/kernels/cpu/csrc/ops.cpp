@@ -1,11 +1,222 @@
+// The small ops between products.
+//
+// A row's bits depend neither on other rows nor on threads nor on its place: each value follows
+// from its own column by single operations that IEEE 754 defines (no contraction into FMA, so
+// vectors and remainders agree), and a sum over a row always runs through the same kLanes partial
+// sums. Even the instruction sets agree to the bit.
+#include "ops.h"
+
+#include "int8.h"
 #include "kernels.h"
 
 namespace qinfer {
 namespace QINFER_ISA {
-void embed(const void*, int32_t, int32_t) {}
-void norm(const void*, int32_t, int32_t) {}
-void silu_mul(const void*, int32_t, int32_t) {}
-void quantize(const void*, int32_t, int32_t) {}
-void gather(const void*, int32_t, int32_t) {}
+namespace {
+
+constexpr int64_t kChunk = 512;  // columns at a time: a few KiB on the stack, inside the L1 cache
+constexpr int64_t kLanes = 32;   // partial sums of a row
+constexpr int64_t kStep = 64;    // columns that threads do not cut: a cache line of codes
+
+inline int64_t at_most(int64_t value, int64_t limit) { return value < limit ? value : limit; }
+
+// What one thread does: some rows, and of these some columns.
+struct Share {
+  int64_t row_begin;
+  int64_t row_end;
+  int64_t column_begin;
+  int64_t column_end;
+};
+
+// Many rows are cut by rows; of few, every thread takes a part of each, so that none is idle.
+inline Share share(int64_t rows, int64_t columns, int32_t thread, int32_t threads) {
+  if (rows >= 4 * threads) {
+    return {rows * thread / threads, rows * (thread + 1) / threads, 0, columns};
+  }
+  const int64_t steps = (columns + kStep - 1) / kStep;
+  return {0, rows, at_most(steps * thread / threads * kStep, columns),
+          at_most(steps * (thread + 1) / threads * kStep, columns)};
+}
+
+// e^x to about one unit in the last place (the polynomial of Cephes' expf), for x cut to what stays
+// a normal number; NaN stays NaN.
+inline float exponential(float x) {
+  x = x < -87.0f ? -87.0f : x;
+  x = x > 88.0f ? 88.0f : x;
+  const float shifted = x * 1.44269504f + kToInteger;  // x = n ln 2 + r
+  const float n = shifted - kToInteger;
+  const float r = x - n * 0.693359375f - n * -2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  return p * float_of((bits_of(shifted) - kToIntegerBits + 127u) << 23);
+}
+
+inline float sum_of_squares(const float* x, int64_t size) {
+  float sums[kLanes] = {};
+  const int64_t whole = size - size % kLanes;
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) sums[lane] += x[i + lane] * x[i + lane];
+  }
+  for (int64_t i = whole; i < size; ++i) sums[i - whole] += x[i] * x[i];
+  for (int64_t width = kLanes / 2; width > 0; width /= 2) {
+    for (int64_t lane = 0; lane < width; ++lane) sums[lane] += sums[lane + width];
+  }
+  return sums[0];
+}
+
+// Columns [begin, begin + count) of a row, or of its permutation by way of `buffer`.
+inline const float* columns(const float* row, const int32_t* permutation, int64_t begin,
+                            int64_t count, float* buffer) {
+  if (permutation == nullptr) return row + begin;
+  for (int64_t i = 0; i < count; ++i) buffer[i] = row[permutation[begin + i]];
+  return buffer;
+}
+
+// Where an op puts its rows.
+struct Output {
+  float* out;
+  const qinfer_int8_rows* int8_rows;
+  const int32_t* permutation;  // of the quantized columns
+  int64_t size;
+};
+
+// Writes a thread's columns of one row. `values(permutation, begin, count, to)` computes them.
+template <typename Values>
+inline void write_row(const Output& output, int64_t row, const Share& part, const Values& values) {
+  for (int64_t begin = part.column_begin; begin < part.column_end; begin += kChunk) {
+    const int64_t count = at_most(kChunk, part.column_end - begin);
+    if (output.out != nullptr) values(nullptr, begin, count, output.out + row * output.size + begin);
+    if (output.int8_rows == nullptr) continue;
+    alignas(64) float buffer[kChunk];
+    values(output.permutation, begin, count, buffer);
+    quantize_columns(buffer, begin, count, row, *output.int8_rows);
+  }
+}
+
+inline void copy(const float* __restrict from, int64_t count, float* __restrict to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = from[i];
+}
+
+inline void widen(const uint16_t* __restrict from, int64_t count, float* __restrict to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = float_of(static_cast<uint32_t>(from[i]) << 16);
+}
+
+// Values in the order of the numbers: -0 equals +0, NaN is above all (below all if negative).
+inline int32_t order(float value) {
+  const int32_t bits = static_cast<int32_t>(bits_of(value + 0.0f));
+  return bits ^ ((bits >> 31) & 0x7fffffff);
+}
+
+constexpr int32_t kOrderOfInfinity = 0x7f800000;
+
+inline int64_t argmax_row(const float* x, int64_t size) {
+  int32_t best = INT32_MIN;
+  int64_t best_begin = 0;
+  int32_t lowest = INT32_MAX;
+  for (int64_t begin = 0; begin < size; begin += kChunk) {
+    const int64_t count = at_most(kChunk, size - begin);
+    int32_t most = INT32_MIN;
+    for (int64_t i = 0; i < count; ++i) {
+      const int32_t key = order(x[begin + i]);
+      most = key > most ? key : most;
+      lowest = key < lowest ? key : lowest;
+    }
+    if (most > best) {
+      best = most;
+      best_begin = begin;
+    }
+  }
+  if (best > kOrderOfInfinity || lowest < ~kOrderOfInfinity) return -1;  // a NaN
+  int64_t index = best_begin;
+  while (order(x[index]) != best) ++index;
+  return index;
+}
+
+}  // namespace
+
+void embed(const void* args, int32_t thread, int32_t threads) {
+  const qinfer_embed& op = *static_cast<const qinfer_embed*>(args);
+  const Share part = share(*op.num_tokens, op.hidden, thread, threads);
+  const int64_t count = part.column_end - part.column_begin;
+  for (int64_t row = part.row_begin; row < part.row_end; ++row) {
+    const int64_t from = op.token_ids[row] * op.hidden + part.column_begin;
+    float* to = op.out + row * op.hidden + part.column_begin;
+    if (op.dtype == QINFER_BFLOAT16) {
+      widen(static_cast<const uint16_t*>(op.table) + from, count, to);
+    } else {
+      copy(static_cast<const float*>(op.table) + from, count, to);
+    }
+  }
+}
+
+void norm(const void* args, int32_t thread, int32_t threads) {
+  const qinfer_norm& op = *static_cast<const qinfer_norm*>(args);
+  const Share part = share(*op.num_tokens, op.size, thread, threads);
+  const Output output{op.out, op.int8_rows, op.permutation, op.size};
+  for (int64_t row = part.row_begin; row < part.row_end; ++row) {
+    const float* x = op.x + row * op.size;
+    const float mean = sum_of_squares(x, op.size) / static_cast<float>(op.size);
+    const float factor = 1.0f / __builtin_sqrtf(mean + op.eps);
+    write_row(output, row, part, [&](const int32_t* permutation, int64_t begin, int64_t count,
+                                     float* __restrict to) {
+      alignas(64) float buffers[2][kChunk];
+      const float* values = columns(x, permutation, begin, count, buffers[0]);
+      const float* weights = columns(op.weight, permutation, begin, count, buffers[1]);
+      for (int64_t i = 0; i < count; ++i) to[i] = values[i] * factor * weights[i];
+    });
+  }
+}
+
+void silu_mul(const void* args, int32_t thread, int32_t threads) {
+  const qinfer_silu_mul& op = *static_cast<const qinfer_silu_mul*>(args);
+  const Share part = share(*op.num_tokens, op.size, thread, threads);
+  const Output output{op.out, op.int8_rows, op.permutation, op.size};
+  for (int64_t row = part.row_begin; row < part.row_end; ++row) {
+    const float* x = op.x + row * 2 * op.size;
+    write_row(output, row, part, [&](const int32_t* permutation, int64_t begin, int64_t count,
+                                     float* __restrict to) {
+      alignas(64) float buffers[2][kChunk];
+      const float* gate = columns(x, permutation, begin, count, buffers[0]);
+      const float* up = columns(x + op.size, permutation, begin, count, buffers[1]);
+      for (int64_t i = 0; i < count; ++i) to[i] = gate[i] / (1.0f + exponential(-gate[i])) * up[i];
+    });
+  }
+}
+
+void quantize(const void* args, int32_t thread, int32_t threads) {
+  const qinfer_quantize& op = *static_cast<const qinfer_quantize*>(args);
+  const Share part = share(*op.num_tokens, op.size, thread, threads);
+  const Output output{nullptr, op.int8_rows, op.permutation, op.size};
+  for (int64_t row = part.row_begin; row < part.row_end; ++row) {
+    const float* x = op.x + row * op.size;
+    write_row(output, row, part,
+              [&](const int32_t* permutation, int64_t begin, int64_t count, float* to) {
+                const float* values = columns(x, permutation, begin, count, to);
+                if (values != to) copy(values, count, to);
+              });
+  }
+}
+
+void gather(const void* args, int32_t thread, int32_t threads) {
+  const qinfer_gather& op = *static_cast<const qinfer_gather*>(args);
+  const Share part = share(*op.num_rows, op.size, thread, threads);
+  for (int64_t row = part.row_begin; row < part.row_end; ++row) {
+    copy(op.x + op.rows[row] * op.size + part.column_begin, part.column_end - part.column_begin,
+         op.out + row * op.size + part.column_begin);
+  }
+}
+
+void argmax(const void* args, int32_t thread, int32_t threads) {
+  const qinfer_argmax& op = *static_cast<const qinfer_argmax*>(args);
+  const int64_t rows = *op.num_rows;
+  for (int64_t row = thread; row < rows; row += threads) {
+    op.out[row] = argmax_row(op.x + row * op.size, op.size);
+  }
+}
+
 }  // namespace QINFER_ISA
 }  // namespace qinfer

@@ -7,8 +7,7 @@
 extern "C" {
 #endif
 
-// out[t] = table[token_ids[t]]; the table is bf16 or float32 (qinfer_dtype), or int8 tiles of a
-// tied head are never used here.
+// out[t] = table[token_ids[t]]; the table is bf16 or float32 (qinfer_dtype). Ids are not checked.
 typedef struct qinfer_embed {
   const void* table;          // [vocab, hidden]
   const int64_t* token_ids;   // [tokens]
@@ -19,8 +18,8 @@ typedef struct qinfer_embed {
   const int64_t* num_tokens;
 } qinfer_embed;
 
-// RMSNorm (arXiv 1910.07467) of each row: x * rsqrt(mean(x^2) + eps) * weight; written as float32
-// (`out`, may be NULL) and/or quantized (`int8_rows`, may be NULL).
+// RMSNorm (arXiv 1910.07467) of each row: x / sqrt(mean(x^2) + eps) * weight; written as float32
+// (`out`) and/or quantized (`int8_rows`); at least one of them is given.
 typedef struct qinfer_norm {
   const float* x;             // [tokens, size]
   const float* weight;        // [size]
@@ -60,6 +59,14 @@ typedef struct qinfer_gather {
   int64_t size;
   const int64_t* num_rows;
 } qinfer_gather;
+
+// out[r] = the lowest index of the largest of a row's values, or -1 if one of them is NaN.
+typedef struct qinfer_argmax {
+  const float* x;             // [rows, size]
+  int64_t* out;               // [rows]
+  int64_t size;               // at least 1
+  const int64_t* num_rows;
+} qinfer_argmax;
 
 #ifdef __cplusplus
 }

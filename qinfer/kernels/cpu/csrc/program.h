@@ -24,7 +24,8 @@ enum qinfer_op_kind {
   QINFER_OP_ROPE_STORE = 7,   // attention.h: qinfer_rope_store
   QINFER_OP_ATTENTION = 8,    // attention.h: qinfer_attention, partial results of KV spans
   QINFER_OP_MERGE = 9,        // attention.h: the same struct; merges the spans in ascending order
-  QINFER_OP_KINDS = 10
+  QINFER_OP_ARGMAX = 10,      // ops.h: qinfer_argmax
+  QINFER_OP_KINDS = 11
 };
 
 typedef struct qinfer_op {
@@ -34,13 +35,20 @@ typedef struct qinfer_op {
 } qinfer_op;
 
 // Runs `num_ops` ops one after the other on a team of `threads` persistent threads (the caller is
-// one of them). The team is made at the first call and kept; it sleeps while idle and spins only
-// inside a program. One program at a time: concurrent callers wait. Returns a qinfer_status.
+// one of them). The team is made at the first call, kept, and made anew when `threads` changes or
+// in the child of a fork; it sleeps while idle and spins only inside a program. One program at a
+// time: concurrent callers wait. Returns a qinfer_status; unless it is QINFER_OK nothing has run.
+#define QINFER_MAX_THREADS 1024
 QINFER_API int32_t qinfer_run(const qinfer_op* ops, int64_t num_ops, int32_t threads);
 
-// Activations quantized to int8 per token in groups of QINFER_ACTIVATION_GROUP columns:
-// x ~ code * scale, scale = amax / 127 in float32, code = round half to even of x / scale.
-// The last group of a row is padded with zero codes, so `columns` is a multiple of the group.
+// Activations quantized to int8 per token in groups of QINFER_ACTIVATION_GROUP columns. The one
+// formula, in float32 and with true divisions, for every op that quantizes:
+//   amax  = the largest |x| of the group
+//   scale = amax / 127                           NaN if any x of the group is NaN or infinite
+//   code  = clamp(half_even(x / scale), +-127)   0 if the scale is 0 or NaN
+//   sum   = the sum of the group's codes
+// so x ~ code * scale, and a row that is not finite stays visibly broken. The last group of a row
+// is padded with zeros, so `columns` is a multiple of the group. int8.h is this formula in C++.
 #define QINFER_ACTIVATION_GROUP 32
 typedef struct qinfer_int8_rows {
   int8_t* codes;   // [rows, columns]

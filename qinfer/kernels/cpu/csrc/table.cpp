@@ -10,7 +10,8 @@ namespace QINFER_ISA {
 const Kernels kernels = {
     QINFER_STRING(QINFER_ISA),
     dequantize_rows,
-    {nullptr, linear, embed, norm, silu_mul, quantize, gather, rope_store, attention, merge},
+    {nullptr, linear, embed, norm, silu_mul, quantize, gather, rope_store, attention, merge,
+     argmax},
 };
 
 }  // namespace QINFER_ISA
