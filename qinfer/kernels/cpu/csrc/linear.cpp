@@ -1,7 +1,314 @@
+// Linear layers; see linear.h for the layout of the weights.
+//
+// The work is cut into blocks of tokens x pairs of tiles, and each output element is computed by
+// the same operations in the same order whatever the block, so no result depends on the number of
+// tokens or threads:
+//   int8 rows:  total = sum over groups of scale * (sum over 32 columns of x_scale * integer sum)
+//   float rows: total = sum over columns of x * w, w dequantized in float32
+#include "linear.h"
+
 #include "kernels.h"
+#include "linear_simd.h"
 
 namespace qinfer {
 namespace QINFER_ISA {
-void linear(const void*, int32_t, int32_t) {}
+namespace {
+
+constexpr int kStep = QINFER_ACTIVATION_GROUP;  // columns that share an activation scale
+// A thread's activations of one block of tokens stay in its L2 cache while the tiles pass by.
+constexpr int64_t kBlockBytes = 384 << 10;
+constexpr int64_t kMaxBlock = 128;
+// Few tokens leave the cores waiting for memory; this far ahead the weights arrive in time.
+constexpr int64_t kPrefetchBytes = 2048;
+constexpr int kPrefetchRows = 4;
+
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Adds bias and residual to 16 sums of one token and writes those that exist.
+inline void write(const qinfer_linear& op, int64_t token, int64_t tile, Floats total) {
+  const int64_t first = tile * kLanes;
+  float* out = op.out + token * op.out_stride + first;
+  const float* bias = op.bias ? op.bias + first : nullptr;
+  const float* residual = op.residual ? op.residual + token * op.out_stride + first : nullptr;
+  if (first + kLanes <= op.weight.out_features) {
+    if (bias) total = add(total, load(bias));
+    if (residual) total = add(total, load(residual));
+    store(out, total);
+    return;
+  }
+  float sums[kLanes];
+  store(sums, total);
+  for (int64_t i = 0; i < op.weight.out_features - first; ++i) {
+    if (bias) sums[i] += bias[i];
+    if (residual) sums[i] += residual[i];
+    out[i] = sums[i];
+  }
+}
+
+// --- int8 activations ----------------------------------------------------------------------------
+
+// What the zero points take from the integer sum of one step: -zero * sum of the activations.
+template <int Bits>
+inline Ints correction(const int16_t* zeros, int32_t sum) {
+  if (zeros == nullptr) return fill_int(-(1 << (Bits - 1)) * sum);
+  return mul(load_short(zeros), fill_int(-sum));
+}
+
+// Rows tokens from `token` on times Tiles tiles from `tile` on.
+template <int Bits, int Rows, int Tiles>
+void int8_block(const qinfer_linear& op, int64_t token, int64_t tile) {
+  constexpr int kParts = 8 / Bits;            // quads of columns per 64 bytes of a tile
+  constexpr int kLoads = kStep / 4 / kParts;  // 64-byte loads per step and tile
+  const qinfer_tiled_weight& w = op.weight;
+  const qinfer_int8_rows& rows = *op.int8_rows;
+  const int64_t groups = ceil_div(w.in_features, w.group_size);
+  const int64_t tile_bytes = w.in_features * kLanes * Bits / 8;
+  const int64_t steps = w.in_features / kStep, row_steps = rows.columns / kStep;
+  const int64_t group_steps = w.group_size / kStep;
+  const uint8_t* data = static_cast<const uint8_t*>(w.data) + tile * tile_bytes;
+  const int8_t* x = rows.codes + token * rows.columns;
+  const float* x_scales = rows.scales + token * row_steps;
+  const int32_t* x_sums = rows.sums + token * row_steps;
+
+  Floats total[Rows][Tiles];
+  for (auto& row : total) for (Floats& sum : row) sum = fill(0.0f);
+  for (int64_t group = 0; group < groups; ++group) {
+    const int16_t* zeros[Tiles];
+    Floats scales[Tiles];
+    for (int t = 0; t < Tiles; ++t) {
+      const int64_t entry = ((tile + t) * groups + group) * kLanes;
+      scales[t] = load_half(w.scales + entry);
+      zeros[t] = w.zeros ? w.zeros + entry : nullptr;
+    }
+    Floats partial[Rows][Tiles];
+    for (auto& row : partial) for (Floats& sum : row) sum = fill(0.0f);
+    const int64_t end = smaller(steps, (group + 1) * group_steps);
+    for (int64_t step = group * group_steps; step < end; ++step) {
+      Dot<Bits> dots[Rows][Tiles];
+      for (int r = 0; r < Rows; ++r) {
+        for (int t = 0; t < Tiles; ++t) {
+          dots[r][t].start(correction<Bits>(zeros[t], x_sums[r * row_steps + step]));
+        }
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < kLoads; ++i) {
+        Codes codes[Tiles][kParts];
+        for (int t = 0; t < Tiles; ++t) {
+          const uint8_t* bytes = data + t * tile_bytes + (step * kLoads + i) * 64;
+          if (Rows <= kPrefetchRows) __builtin_prefetch(bytes + kPrefetchBytes);
+          load_codes(bytes, codes[t]);
+        }
+        for (int part = 0; part < kParts; ++part) {
+          for (int r = 0; r < Rows; ++r) {
+            const int8_t* quad = x + r * rows.columns + step * kStep + (i * kParts + part) * 4;
+            const auto broadcast = Dot<Bits>::broadcast(quad);
+            for (int t = 0; t < Tiles; ++t) dots[r][t].add(codes[t][part], broadcast);
+          }
+        }
+      }
+      for (int r = 0; r < Rows; ++r) {
+        const Floats x_scale = fill(x_scales[r * row_steps + step]);
+        for (int t = 0; t < Tiles; ++t) {
+          const Ints fix = correction<Bits>(zeros[t], x_sums[r * row_steps + step]);
+          partial[r][t] = fma(to_float(dots[r][t].finish(fix)), x_scale, partial[r][t]);
+        }
+      }
+    }
+    for (int r = 0; r < Rows; ++r) {
+      for (int t = 0; t < Tiles; ++t) total[r][t] = fma(partial[r][t], scales[t], total[r][t]);
+    }
+  }
+  for (int r = 0; r < Rows; ++r) {
+    for (int t = 0; t < Tiles; ++t) write(op, token + r, tile + t, total[r][t]);
+  }
+}
+
+using Block = void (*)(const qinfer_linear& op, int64_t token, int64_t tile);
+
+template <int Bits, int Tiles, int Rows>
+inline Block int8_block_for(int64_t rows) {
+  if constexpr (Rows == 1) {
+    return int8_block<Bits, 1, Tiles>;
+  } else {
+    return rows >= Rows ? int8_block<Bits, Rows, Tiles> : int8_block_for<Bits, Tiles, Rows - 1>(rows);
+  }
+}
+
+template <int Bits>
+void int8_unit(const qinfer_linear& op, int64_t begin, int64_t end, int64_t tile, int64_t tiles) {
+  for (int64_t token = begin; token < end; token += kRows) {
+    const int64_t rows = end - token;
+    if (tiles == kTiles) {
+      int8_block_for<Bits, kTiles, kRows>(rows)(op, token, tile);
+    } else {
+      int8_block_for<Bits, 1, kRows>(rows)(op, token, tile);
+    }
+  }
+}
+
+// --- float activations ---------------------------------------------------------------------------
+
+// The weights of kStep columns of a tile as float32, [column][lane].
+struct alignas(64) Panel {
+  float weights[kStep * kLanes];
+};
+
+template <int Bits>
+inline void dequantize(const qinfer_tiled_weight& w, int64_t tile, int64_t step, float* out) {
+  constexpr int kParts = 8 / Bits;
+  constexpr int kLoads = kStep / 4 / kParts;
+  const int64_t groups = ceil_div(w.in_features, w.group_size);
+  const int64_t entry = (tile * groups + step * kStep / w.group_size) * kLanes;
+  const Floats scale = load_half(w.scales + entry);
+  const Floats zero = w.zeros ? to_float(load_short(w.zeros + entry)) : fill(1 << (Bits - 1));
+  const int64_t steps = w.in_features / kStep;
+  const uint8_t* bytes = static_cast<const uint8_t*>(w.data) + (tile * steps + step) * kLoads * 64;
+  for (int i = 0; i < kLoads; ++i, bytes += 64) {
+    __builtin_prefetch(bytes + kPrefetchBytes);
+    Codes codes[kParts];
+    load_codes(bytes, codes);
+    for (int part = 0; part < kParts; ++part, out += 4 * kLanes) {
+      store(out, mul(sub(to_float(column<0>(codes[part])), zero), scale));
+      store(out + kLanes, mul(sub(to_float(column<1>(codes[part])), zero), scale));
+      store(out + 2 * kLanes, mul(sub(to_float(column<2>(codes[part])), zero), scale));
+      store(out + 3 * kLanes, mul(sub(to_float(column<3>(codes[part])), zero), scale));
+    }
+  }
+}
+
+// The panel of one step of a tile; float32 weights are read in place.
+inline const float* panel(const qinfer_tiled_weight& w, int64_t tile, int64_t step, Panel& room) {
+  const int64_t first = (tile * w.in_features + step * kStep) * kLanes;
+  switch (w.kind) {
+    case QINFER_W4:
+      dequantize<4>(w, tile, step, room.weights);
+      return room.weights;
+    case QINFER_W8:
+      dequantize<8>(w, tile, step, room.weights);
+      return room.weights;
+    case QINFER_WBF16: {
+      const uint16_t* bits = static_cast<const uint16_t*>(w.data) + first;
+      for (int i = 0; i < kStep * kLanes; i += kLanes) store(room.weights + i, load_bf16(bits + i));
+      return room.weights;
+    }
+    default:
+      return static_cast<const float*>(w.data) + first;
+  }
+}
+
+// sums[r][t] += x[r] * panels[t] for kStep columns; `stride` lies between the rows of x.
+template <int Rows, int Tiles>
+inline void add_step(const float* const* panels, const float* x, int64_t stride,
+                     float (*sums)[kTiles * kLanes]) {
+  Floats total[Rows][Tiles];
+  for (int r = 0; r < Rows; ++r) {
+    for (int t = 0; t < Tiles; ++t) total[r][t] = load(sums[r] + t * kLanes);
+  }
+#pragma GCC unroll 4
+  for (int column = 0; column < kStep; ++column) {
+    Floats weights[Tiles];
+    for (int t = 0; t < Tiles; ++t) weights[t] = load(panels[t] + column * kLanes);
+    for (int r = 0; r < Rows; ++r) {
+      const Floats value = fill(x[r * stride + column]);
+      for (int t = 0; t < Tiles; ++t) total[r][t] = fma(value, weights[t], total[r][t]);
+    }
+  }
+  for (int r = 0; r < Rows; ++r) {
+    for (int t = 0; t < Tiles; ++t) store(sums[r] + t * kLanes, total[r][t]);
+  }
+}
+
+using AddStep = void (*)(const float* const* panels, const float* x, int64_t stride,
+                         float (*sums)[kTiles * kLanes]);
+
+template <int Tiles, int Rows>
+inline AddStep add_step_for(int64_t rows) {
+  if constexpr (Rows == 1) {
+    return add_step<1, Tiles>;
+  } else {
+    return rows >= Rows ? add_step<Rows, Tiles> : add_step_for<Tiles, Rows - 1>(rows);
+  }
+}
+
+// kStep columns of `rows` rows of x in the order of the tiles, zeros after the last.
+inline void gather(const qinfer_linear& op, int64_t token, int64_t rows, int64_t first,
+                   float* out) {
+  const int64_t count = smaller(kStep, op.float_columns - first);
+  for (int64_t r = 0; r < rows; ++r, out += kStep) {
+    const float* x = op.float_rows + (token + r) * op.float_stride;
+    for (int64_t i = 0; i < kStep; ++i) {
+      const int64_t from = i >= count ? 0 : op.permutation ? op.permutation[first + i] : first + i;
+      out[i] = i < count ? x[from] : 0.0f;
+    }
+  }
+}
+
+void float_unit(const qinfer_linear& op, int64_t begin, int64_t end, int64_t tile, int64_t tiles) {
+  alignas(64) float sums[kMaxBlock][kTiles * kLanes];
+  for (int64_t r = 0; r < end - begin; ++r) {
+    for (int i = 0; i < kTiles * kLanes; ++i) sums[r][i] = 0.0f;
+  }
+  Panel rooms[kTiles];
+  float gathered[kRows * kStep];
+  for (int64_t step = 0; step < op.weight.in_features / kStep; ++step) {
+    const float* panels[kTiles];
+    for (int64_t t = 0; t < tiles; ++t) panels[t] = panel(op.weight, tile + t, step, rooms[t]);
+    const int64_t first = step * kStep;
+    const bool in_place = op.permutation == nullptr && first + kStep <= op.float_columns;
+    for (int64_t token = begin; token < end; token += kRows) {
+      const int64_t rows = smaller(kRows, end - token);
+      const float* x = op.float_rows + token * op.float_stride + first;
+      if (!in_place) gather(op, token, rows, first, gathered);
+      const AddStep function = tiles == kTiles ? add_step_for<kTiles, kRows>(rows)
+                                               : add_step_for<1, kRows>(rows);
+      function(panels, in_place ? x : gathered, in_place ? op.float_stride : kStep,
+               sums + (token - begin));
+    }
+  }
+  for (int64_t token = begin; token < end; ++token) {
+    for (int64_t t = 0; t < tiles; ++t) {
+      write(op, token, tile + t, load(sums[token - begin] + t * kLanes));
+    }
+  }
+}
+
+// --- the split over blocks and threads -----------------------------------------------------------
+
+using Unit = void (*)(const qinfer_linear& op, int64_t begin, int64_t end, int64_t tile,
+                      int64_t tiles);
+
+Unit unit_for(const qinfer_linear& op) {
+  if (op.int8_rows == nullptr) return float_unit;
+  return op.weight.kind == QINFER_W4 ? int8_unit<4> : int8_unit<8>;
+}
+
+// Tokens per block: blocks of about equal size, whole multiples of kRows.
+int64_t block_tokens(const qinfer_linear& op, int64_t tokens) {
+  const int64_t row_bytes = op.weight.in_features * (op.int8_rows ? 1 : sizeof(float));
+  int64_t most = smaller(kMaxBlock, kBlockBytes / row_bytes);
+  most = most < kRows ? kRows : most / kRows * kRows;
+  const int64_t blocks = ceil_div(tokens, most);
+  return ceil_div(ceil_div(tokens, blocks), kRows) * kRows;
+}
+
+}  // namespace
+
+void linear(const void* args, int32_t thread, int32_t threads) {
+  const qinfer_linear& op = *static_cast<const qinfer_linear*>(args);
+  const int64_t tokens = *op.num_tokens;
+  if (tokens <= 0) return;
+  const Unit unit = unit_for(op);
+  const int64_t block = block_tokens(op, tokens);
+  const int64_t tiles = ceil_div(op.weight.out_features, kLanes);
+  const int64_t pairs = ceil_div(tiles, kTiles);
+  const int64_t units = pairs * ceil_div(tokens, block);
+  // Units go token block by token block, so that a thread reads its part of the weights in order.
+  for (int64_t i = units * thread / threads; i < units * (thread + 1) / threads; ++i) {
+    const int64_t begin = i / pairs * block, tile = i % pairs * kTiles;
+    unit(op, begin, smaller(tokens, begin + block), tile, smaller(kTiles, tiles - tile));
+  }
+}
+
 }  // namespace QINFER_ISA
 }  // namespace qinfer

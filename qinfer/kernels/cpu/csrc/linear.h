@@ -35,6 +35,9 @@ typedef struct qinfer_linear {
   const qinfer_int8_rows* int8_rows;  // [tokens, in_features padded]
   const float* float_rows;            // [tokens, float_stride]
   int64_t float_stride;
+  int64_t float_columns;              // columns of `float_rows`; up to in_features come zeros
+  const int32_t* permutation;         // [float_columns] or NULL: column k of the tiles is column
+                                      // permutation[k] of `float_rows` (int8_rows are in order)
   const float* bias;                  // [out_features] or NULL
   const float* residual;              // [tokens, out_stride] or NULL; may be `out`
   float* out;                         // [tokens, out_stride]
