@@ -152,7 +152,7 @@ def pack(weight: QuantizedWeight) -> PackedWeight:
         raise ConfigError(reason)
     if weight.codes.device.type != "cpu":
         raise ConfigError(f"the C++ kernels run on the CPU, the weight is on {weight.codes.device}")
-    _check_groups(weight)
+    check_groups(weight)
     codes = weight.codes.to(torch.int8)
     zeros, index = weight.zeros, weight.group_index
     return PackedWeight(
@@ -240,7 +240,7 @@ def _describe(weight: PackedWeight) -> _Weight:
     )
 
 
-def _check_groups(weight: QuantizedWeight) -> None:
+def check_groups(weight: QuantizedWeight) -> None:
     """Refuse what would make a kernel read outside its tensors."""
     rows, num_groups = weight.out_features, weight.scales.shape[1]
     for name, tensor in (("scales", weight.scales), ("zeros", weight.zeros)):
