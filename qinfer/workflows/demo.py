@@ -31,7 +31,7 @@ QUANTIZE: dict[str, Any] = {
     "kv_cache_dtype": "int8",
 }
 KV_CACHE_DTYPES = ("fp16", "int8", "fp8_e4m3")
-NUM_WINDOWS = 8
+WINDOW, NUM_WINDOWS = 512, 8
 SPEED = SpeedOptions(input_len=128, output_len=16, concurrency=(1, 4))
 
 _NAME = "SmolLM2-135M-Instruct"
@@ -103,6 +103,7 @@ def run_demo(
             baseline=path,
             kv_cache_dtypes=KV_CACHE_DTYPES,
             baseline_kv_cache_dtype=KV_CACHE_DTYPES[0],
+            window=WINDOW,
             num_windows=NUM_WINDOWS,
             speed=SPEED,
             threads=threads,
