@@ -17,7 +17,7 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 PIPE_WIDTH = 140  # columns where stdout is no terminal: a file or pipe has no width of its own
@@ -33,12 +33,12 @@ def progress_bar(*, transient: bool = False) -> Progress:
         transient: remove the bars when the display ends.
     """
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=44)),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("[dim]{task.fields[note]}"),
-        console=err,
+        TextColumn("[dim]{task.fields[note]}", table_column=Column(no_wrap=True)),
+        console=err if err.is_terminal else Console(file=err.file, width=PIPE_WIDTH),
         transient=transient,
     )
 
