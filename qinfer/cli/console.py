@@ -17,7 +17,7 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 PIPE_WIDTH = 140  # columns where stdout is no terminal: a file or pipe has no width of its own
@@ -27,18 +27,26 @@ err = Console(stderr=True, highlight=False)
 
 
 def progress_bar(*, transient: bool = False) -> Progress:
-    """Return a progress display on stderr: description, bar, m/n, elapsed time.
+    """Return a progress display on stderr: description, bar, m/n, elapsed time, remark.
+
+    Descriptions and remarks give way on a narrow terminal, never the bar.
 
     Args:
         transient: remove the bars when the display ends.
     """
+    console = err if err.is_terminal else Console(file=err.file, width=PIPE_WIDTH)
+    bar_width = 24 if console.width >= 110 else 12
+    room = max(console.width - bar_width - 20, 20)  # m/n, time and the spaces between take 20
+    named = min(44, max(room * 2 // 3, 16))
     return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
+        TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=named)),
+        BarColumn(bar_width=bar_width),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("[dim]{task.fields[note]}"),
-        console=err,
+        TextColumn(
+            "[dim]{task.fields[note]}", table_column=Column(no_wrap=True, max_width=room - named)
+        ),
+        console=console,
         transient=transient,
     )
 

@@ -68,10 +68,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x: `[..., dim]`.
         weight: `[dim]`.
         eps: added to the mean of squares.
+
+    Returns:
+        `[..., dim]` in the dtype of the weight.
     """
     x32 = x.float()
     scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    return (x32 * scale).to(x.dtype) * weight
+    return (x32 * scale).to(weight.dtype) * weight
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -193,7 +193,9 @@ class Decoder:
     def forward(self, inputs: ModelInputs, pool: KVPool) -> ModelOutput:
         """Run one step: write the tokens' K and V to `pool`, return the wanted logits."""
         step = self.step_maker(pool.layout).make(inputs)
-        hidden = self._embedding[inputs.token_ids]  # [tokens, hidden]
+        # The residual stream stays float32: in bfloat16 the roundings of 2 sums per layer would be
+        # of the size of what an 8-bit cache costs, and hide it.
+        hidden = self._embedding[inputs.token_ids].float()  # [tokens, hidden]
         bad_layers = torch.full(inputs.token_ids.shape, -1)
         for index, block in enumerate(self.blocks):
             hidden = block.forward(hidden, step, pool.layer(index))

@@ -10,6 +10,7 @@ from qinfer.report.tables import (
     context_table,
     evaluation_table,
     method_lines,
+    row_label,
     stage_line,
 )
 
@@ -70,8 +71,8 @@ def _evaluation_sections(record: EvaluationRecord) -> list[str]:
         sections.append(_section("Mean KLD by tokens of context", _table(by_context)))
     sections.append(_section("Method", _paragraphs(method_lines(record))))
     kernels = [
-        f"{row.weights}, {row.kv_cache_dtype} KV: "
-        + ", ".join(f"{name} ({count} layers)" for name, count in sorted(row.kernels.items()))
+        f"{row_label(record, row)}: "
+        + ", ".join(f"{count} layers on {name}" for name, count in sorted(row.kernels.items()))
         for row in record.rows
         if row.kernels
     ]

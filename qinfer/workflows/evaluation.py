@@ -58,6 +58,8 @@ class EvaluationOptions:
         memory: total bytes for each model; None = what the device has free.
         revision: branch, tag or commit of hub models.
         speed: what to time; None = quality and sizes only.
+        labels: names for the reports: the baseline's, then those of the models; None = the last
+            part of each, or all of it where that would be ambiguous.
         isolate: one process per row. Without it rows are faster to start, but share a process, so
             their peak memory is not reported.
         same_method_as: refuse to go on if the method differs from this one.
@@ -77,6 +79,7 @@ class EvaluationOptions:
     memory: int | str | None = None
     revision: str | None = None
     speed: SpeedOptions | None = field(default_factory=SpeedOptions)
+    labels: Sequence[str] | None = None
     isolate: bool = True
     same_method_as: Method | None = None
 
@@ -151,7 +154,7 @@ def evaluate(
         raise ConfigError("models must be a list of models")
     paths = [resolve_model(model, revision=chosen.revision) for model in models]
     base_path = resolve_model(baseline, revision=chosen.revision)
-    labels = _labels([str(baseline), *map(str, models)], [base_path, *paths])
+    labels = _labels([str(baseline), *map(str, models)], [base_path, *paths], chosen.labels)
     plan = _Plan(chosen, base_path, _read_text(chosen.text))
     for path, label in zip(paths, labels[1:], strict=True):
         plan.require_same_tokens(path, label)
@@ -351,8 +354,12 @@ def _read_text(path: Path | None) -> tuple[str, bytes]:
     return Path(path).name, content
 
 
-def _labels(given: list[str], paths: list[Path]) -> list[str]:
-    """Return short names: the last part of what was given where that tells models apart."""
+def _labels(given: list[str], paths: list[Path], chosen: Sequence[str] | None) -> list[str]:
+    """Return the chosen names, or the last part of what was given where that is unambiguous."""
+    if chosen is not None:
+        if len(chosen) != len(given):
+            raise ConfigError(f"{len(chosen)} labels for a baseline and {len(given) - 1} models")
+        return list(chosen)
     short = [Path(name).name or name for name in given]
     owners: dict[str, set[Path]] = {}
     for name, path in zip(short, paths, strict=True):
