@@ -182,7 +182,9 @@ void silu_mul(const void* args, int32_t thread, int32_t threads) {
       alignas(64) float buffers[2][kChunk];
       const float* gate = columns(x, permutation, begin, count, buffers[0]);
       const float* up = columns(x + op.size, permutation, begin, count, buffers[1]);
-      for (int64_t i = 0; i < count; ++i) to[i] = gate[i] / (1.0f + exponential(-gate[i])) * up[i];
+      // Two loops: in one, gcc would divide once for each way through `exponential`.
+      for (int64_t i = 0; i < count; ++i) to[i] = 1.0f + exponential(-gate[i]);
+      for (int64_t i = 0; i < count; ++i) to[i] = gate[i] / to[i] * up[i];
     });
   }
 }
