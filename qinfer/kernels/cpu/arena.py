@@ -1,0 +1,118 @@
+"""Memory for weights: one anonymous mapping, in huge pages where the system offers them.
+
+Decoding reads every weight once per step, so with 4 KiB pages the lookups of addresses cost a
+noticeable part of the memory's bandwidth. Owns nothing about what is stored.
+"""
+
+import math
+import mmap
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from qinfer.errors import CapacityError, ConfigError
+
+ALIGNMENT = 64
+HUGE_PAGE_BYTES = 2 << 20
+_SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def aligned(num_bytes: int) -> int:
+    """Return the bytes that a tensor of `num_bytes` takes up in an arena."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class Arena:
+    """A mapping from which tensors are taken one after the other and freed all together.
+
+    It lives as long as the arena or any of its tensors. Pages become resident when first written.
+
+    Args:
+        num_bytes: room for all tensors; each takes `aligned` of its bytes.
+
+    Attributes:
+        huge_pages: whether the system was asked for huge pages and agreed to give them.
+
+    Raises:
+        CapacityError: the system refuses that much memory.
+    """
+
+    __slots__ = ("_map", "_offset", "_stop", "huge_pages")
+
+    def __init__(self, num_bytes: int) -> None:
+        if num_bytes < 0:
+            raise ConfigError(f"an arena of {num_bytes} bytes is not possible")
+        # Room to begin at a huge page; whole pages at the end, or the last would be small ones.
+        whole = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        try:
+            self._map = _anonymous(whole + HUGE_PAGE_BYTES)
+        except (OSError, OverflowError, ValueError) as error:
+            raise CapacityError(
+                f"the system refuses {num_bytes / 2**20:.0f} MiB for weights ({error}); "
+                "use fewer bits, a smaller model or another machine"
+            ) from error
+        address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
+        self._offset = -address % HUGE_PAGE_BYTES
+        self._stop = self._offset + num_bytes
+        self.huge_pages = _advise(self._map)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes not taken yet."""
+        return max(0, self._stop - self._offset)
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return the next tensor, contiguous, at a multiple of 64 bytes, filled with zeros.
+
+        Raises:
+            CapacityError: the arena was made too small.
+        """
+        count = math.prod(shape)
+        num_bytes = count * dtype.itemsize
+        if num_bytes > self.free_bytes:
+            raise CapacityError(
+                f"{tuple(shape)} {dtype} needs {num_bytes} bytes of an arena with "
+                f"{self.free_bytes} left"
+            )
+        if count == 0:
+            return torch.empty(tuple(shape), dtype=dtype)
+        tensor = torch.frombuffer(self._map, dtype=dtype, count=count, offset=self._offset)
+        self._offset += aligned(num_bytes)
+        return tensor.view(tuple(shape))
+
+
+def drop_file_pages(path: Path) -> bool:
+    """Tell the system that a file's cached pages are no longer needed, so that memory frees up.
+
+    Pages that someone has mapped stay. Returns whether the system took the advice.
+    """
+    if sys.platform != "linux":
+        return False
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _anonymous(num_bytes: int) -> mmap.mmap:
+    if sys.platform == "win32":
+        return mmap.mmap(-1, num_bytes)
+    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _advise(region: mmap.mmap) -> bool:
+    """Ask for huge pages; tell whether they will come."""
+    if sys.platform != "linux":
+        return False
+    try:
+        region.madvise(mmap.MADV_HUGEPAGE)
+        return "[never]" not in _SWITCH.read_text(encoding="ascii")
+    except OSError:
+        return False
