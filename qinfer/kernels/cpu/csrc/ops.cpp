@@ -37,11 +37,11 @@ inline Share share(int64_t rows, int64_t columns, int32_t thread, int32_t thread
           at_most(steps * (thread + 1) / threads * kStep, columns)};
 }
 
-// e^x to about one unit in the last place (the polynomial of Cephes' expf), for x cut to what stays
-// a normal number; NaN stays NaN.
+// e^x to about one unit in the last place (the polynomial of Cephes' expf); at least e^-87, and
+// infinity from 88.4 on; NaN stays NaN.
 inline float exponential(float x) {
   x = x < -87.0f ? -87.0f : x;
-  x = x > 88.0f ? 88.0f : x;
+  x = x > 89.0f ? 89.0f : x;
   const float shifted = x * 1.44269504f + kToInteger;  // x = n ln 2 + r
   const float n = shifted - kToInteger;
   const float r = x - n * 0.693359375f - n * -2.12194440e-4f;
