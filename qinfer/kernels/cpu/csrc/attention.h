@@ -25,13 +25,14 @@ typedef struct qinfer_pages {
 
 // For every token: the optional per-head RMSNorm of q and k (Qwen3), rotation of q (in place) and
 // k, quantization of k and v by the written formula (scale = bf16_up(amax / 127 or 448), codes from
-// the stored scale; non-finite: scale NaN), and their write to the token's slot.
+// the stored scale; non-finite: scale NaN, codes 0), and their write to the token's slot. k and v
+// in `qkv` are left as they were.
 typedef struct qinfer_rope_store {
   float* qkv;                 // [tokens, (heads + 2 * kv_heads) * head_dim]: q, k, v
   const float* cos;           // [positions, head_dim / 2]
   const float* sin;
   const int64_t* positions;   // [tokens]
-  const int64_t* slots;       // [tokens]
+  const int64_t* slots;       // [tokens], block * block_size + offset
   const float* q_norm;        // [head_dim] or NULL
   const float* k_norm;
   qinfer_pages pages;
@@ -40,32 +41,36 @@ typedef struct qinfer_rope_store {
   const int64_t* num_tokens;
 } qinfer_rope_store;
 
-// Causal attention. KV is cut at absolute multiples of QINFER_KV_SPAN positions; each span gives a
-// partial result (maximum, sum, mixed values) of each query head, and QINFER_OP_MERGE joins them in
-// ascending order, whatever the threads.
+// Causal attention. KV is cut at absolute multiples of QINFER_KV_SPAN positions; each span gives
+// every query head a partial result (maximum, sum, mixed values), and these are joined in ascending
+// order by one function. Whether a span's result waits in scratch for QINFER_OP_MERGE or is joined
+// at once depends on the threads; the bits do not. Positions from a sequence's length on are never
+// read, so what a page's unused slots hold does not matter.
+//
+// QINFER_OP_ATTENTION and then QINFER_OP_MERGE run with the same struct and the same threads.
 #define QINFER_KV_SPAN 256
 typedef struct qinfer_attention {
   const float* qkv;            // [tokens, (heads + 2 * kv_heads) * head_dim]; q is read
   float* out;                  // [tokens, heads * head_dim]
-  float* partial;              // scratch, see qinfer_attention_scratch
+  float* scratch;              // see qinfer_attention_scratch
   const qinfer_int8_rows* int8_rows;  // where MERGE also writes `out` quantized; or NULL
-  const int32_t* permutation;         // of the quantized columns, or NULL
+  const int32_t* permutation;  // or NULL: quantized column k is column permutation[k]
   const int64_t* block_tables; // [sequences, table_width]
   const int64_t* seq_lens;     // [sequences]
   const int64_t* query_starts; // [sequences + 1]
   const int64_t* num_sequences;
   const int64_t* table_width;
-  const int64_t* num_tokens;
   qinfer_pages pages;
-  int32_t num_heads;
-  int32_t sliding_window;      // 0 = none
+  int32_t num_heads;           // a multiple of the kv heads
+  int32_t sliding_window;      // tokens that a query sees, itself included; 0 = all before it
   float scale;                 // of the scores, 1 / sqrt(head_dim)
   int32_t reserved;
 } qinfer_attention;
 
-// Floats of scratch that steps of up to `max_tokens` tokens and `max_spans` spans per sequence need.
-QINFER_API int64_t qinfer_attention_scratch(int64_t max_tokens, int64_t max_spans, int32_t num_heads,
-                                            int32_t head_dim);
+// Floats of scratch for runs on up to `threads` threads and sequences of up to `max_context` tokens.
+// It does not depend on the batch.
+QINFER_API int64_t qinfer_attention_scratch(int32_t threads, int64_t max_context, int32_t num_heads,
+                                            int32_t num_kv_heads, int32_t head_dim);
 
 #ifdef __cplusplus
 }

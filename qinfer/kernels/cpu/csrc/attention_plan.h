@@ -1,0 +1,169 @@
+// How attention is cut into work and where its scratch lies. No arithmetic on values here.
+//
+// A tile is a few consecutive query tokens of one sequence; tile x kv head is an item, whose rows
+// are those tokens' query heads that share the kv head. The keys of an item come in spans at
+// absolute multiples of kSpan. The spans of all items, one item after the other, form a line that
+// is cut into one stretch per thread, of about equal cost. An item inside a stretch is finished
+// there. Of an item that is cut, the first thread leaves the joined result of its spans in slot 0
+// of a region of scratch, the others leave each span's result in a slot of its own, and merge
+// joins the slots in ascending order: what one thread alone would have done.
+#pragma once
+
+#include "attention.h"
+
+namespace qinfer {
+namespace QINFER_ISA {
+
+constexpr int64_t kSpan = QINFER_KV_SPAN;
+constexpr int64_t kTileRows = 48;   // query rows that share a span's conversion
+constexpr int64_t kRowBlock = 6;    // rows whose scores are in the cache together
+constexpr int64_t kStateHead = 16;  // floats before a row's mixed values: maximum, sum, padding
+constexpr int64_t kKeyCost = 6;     // converting a key costs as much as this many rows of it
+
+constexpr int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+constexpr int64_t at_least(int64_t value, int64_t limit) { return value > limit ? value : limit; }
+constexpr int64_t at_most(int64_t value, int64_t limit) { return value < limit ? value : limit; }
+
+// The state of a row: [maximum, sum, ..., mixed values]; empty while the sum is 0.
+constexpr int64_t state_stride(int64_t head_dim) { return kStateHead + round_up(head_dim, 64); }
+constexpr int64_t tile_tokens(int64_t group) { return at_least(kTileRows / group, 1); }
+constexpr int64_t tile_rows(int64_t group) { return tile_tokens(group) * group; }
+
+// One thread's buffers: states and queries of a tile, one span of keys and values, scores and
+// results of a block of rows. Sized for float32; the integer kernel needs less.
+constexpr int64_t workspace_floats(int64_t group, int64_t head_dim) {
+  const int64_t dim = round_up(head_dim, 64);
+  return tile_rows(group) * (state_stride(head_dim) + dim + 16) + 2 * kSpan * dim + 16 * dim +
+         4 * kSpan + kRowBlock * (2 * kSpan + state_stride(head_dim)) + 16 * 16;
+}
+
+constexpr int64_t region_floats(int64_t group, int64_t head_dim, int64_t num_spans) {
+  return num_spans * tile_rows(group) * state_stride(head_dim);
+}
+
+struct Tile {
+  int64_t index;           // among all tiles of the step
+  int64_t sequence;
+  int64_t first_token;     // of the step
+  int64_t num_tokens;
+  int64_t first_position;  // of the first token
+  int64_t key_begin;       // positions that any of its tokens sees
+  int64_t key_end;
+  int64_t first_span;
+  int64_t end_span;
+  int64_t cost;            // of one item
+};
+
+// A place on the line of spans.
+struct Cut {
+  Tile tile;      // index = number of tiles: the end
+  int64_t kv_head;
+  int64_t span;
+  bool inside;    // the cut divides an item
+};
+
+class Plan {
+ public:
+  Plan(const qinfer_attention& op, int32_t threads)
+      : op_(op), threads_(threads), group_(op.num_heads / op.pages.num_kv_heads) {
+    for_tiles([this](const Tile& tile) {
+      total_ += tile.cost * op_.pages.num_kv_heads;
+      num_spans_ = at_least(num_spans_, tile.end_span - tile.first_span);
+      return true;
+    });
+  }
+
+  int64_t group() const { return group_; }
+
+  // Calls visit(tile) for every tile until it returns false.
+  template <typename Visit>
+  void for_tiles(const Visit& visit) const {
+    int64_t index = 0;
+    for (int64_t sequence = 0; sequence < *op_.num_sequences; ++sequence) {
+      const int64_t end = op_.query_starts[sequence + 1];
+      for (int64_t token = op_.query_starts[sequence]; token < end; token += tile_tokens(group_)) {
+        if (!visit(tile_at(index++, sequence, token, end))) return;
+      }
+    }
+  }
+
+  // Where the stretch of `thread` begins; for thread = threads, the end.
+  Cut cut(int32_t thread) const {
+    const int64_t heads = op_.pages.num_kv_heads;
+    const int64_t target = total_ * thread / threads_;
+    int64_t start = 0;
+    Cut found{};
+    for_tiles([&](const Tile& tile) {
+      found = Cut{tile, 0, tile.first_span, false};
+      if (target >= start + tile.cost * heads) {
+        start += tile.cost * heads;
+        ++found.tile.index;  // the end, unless another tile follows
+        return true;
+      }
+      found.kv_head = (target - start) / tile.cost;
+      const int64_t rest = target - start - found.kv_head * tile.cost;
+      const int64_t keys = tile.key_end - tile.key_begin;
+      found.span = (tile.key_begin + rest * keys / tile.cost) / kSpan;
+      found.inside = found.span > tile.first_span;
+      return false;
+    });
+    return found;
+  }
+
+  // The region of the item that `cut`, where `thread` begins, divides: the lowest such thread.
+  int32_t region(const Cut& cut, int32_t thread) const {
+    while (thread > 1) {
+      const Cut earlier = this->cut(thread - 1);
+      if (!(earlier.inside && earlier.tile.index == cut.tile.index &&
+            earlier.kv_head == cut.kv_head)) {
+        break;
+      }
+      --thread;
+    }
+    return thread - 1;
+  }
+
+  float* workspace(int32_t thread) const {
+    return aligned() + thread * round_up(workspace_floats(group_, op_.pages.head_dim), 16);
+  }
+
+  // States of the rows of a divided item.
+  float* slot(int32_t region, int64_t slot) const {
+    const int64_t head_dim = op_.pages.head_dim;
+    return workspace(threads_) + region * region_floats(group_, head_dim, num_spans_) +
+           slot * tile_rows(group_) * state_stride(head_dim);
+  }
+
+ private:
+  float* aligned() const {
+    return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(op_.scratch) + 63) & ~uintptr_t{63});
+  }
+
+  Tile tile_at(int64_t index, int64_t sequence, int64_t token, int64_t end) const {
+    Tile tile{};
+    tile.index = index;
+    tile.sequence = sequence;
+    tile.first_token = token;
+    tile.num_tokens = at_most(tile_tokens(group_), end - token);
+    tile.first_position = op_.seq_lens[sequence] - (end - token);
+    if (op_.sliding_window > 0) {
+      tile.key_begin = at_least(tile.first_position - op_.sliding_window + 1, 0);
+    }
+    tile.key_end = tile.first_position + tile.num_tokens;
+    tile.first_span = tile.key_begin / kSpan;
+    tile.end_span = (tile.key_end + kSpan - 1) / kSpan;
+    tile.cost = (tile.key_end - tile.key_begin) * (tile.num_tokens * group_ + kKeyCost);
+    return tile;
+  }
+
+  const qinfer_attention& op_;
+  const int32_t threads_;
+  const int64_t group_;
+  int64_t total_ = 0;
+  int64_t num_spans_ = 0;
+};
+
+}  // namespace QINFER_ISA
+}  // namespace qinfer
