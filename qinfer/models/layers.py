@@ -92,14 +92,14 @@ class LinearGroup:
         self.sizes = [out_features(weight) for weight in weights.values()]
         self._dtype = dtype
         self._device = device
-        fused = _fuse(list(weights.values())) if fuse and len(weights) > 1 else None
+        fused = fuse_weights(list(weights.values())) if fuse and len(weights) > 1 else None
         if fused is None:
             self._parts = [
                 Linear(weight, biases.get(name), dtype=dtype, device=device)
                 for name, weight in weights.items()
             ]
         else:
-            bias = _fuse_biases(weights, biases)
+            bias = fuse_biases(weights, biases)
             self._parts = [Linear(fused, bias, dtype=dtype, device=device)]
 
     @property
@@ -162,7 +162,8 @@ def out_features(weight: Weight) -> int:
     return weight.out_features if isinstance(weight, QuantizedWeight) else weight.shape[0]
 
 
-def _fuse(weights: Sequence[Weight]) -> Weight | None:
+def fuse_weights(weights: Sequence[Weight]) -> Weight | None:
+    """Join weights that read the same input along their output, or None if they differ in form."""
     dense = [weight for weight in weights if isinstance(weight, torch.Tensor)]
     if len(dense) == len(weights):
         return torch.cat(dense)
@@ -172,9 +173,10 @@ def _fuse(weights: Sequence[Weight]) -> Weight | None:
     return None
 
 
-def _fuse_biases(
+def fuse_biases(
     weights: Mapping[str, Weight], biases: Mapping[str, torch.Tensor]
 ) -> torch.Tensor | None:
+    """Join the biases of fused weights, zeros where there is none; None if there are none."""
     if not biases:
         return None
     any_bias = next(iter(biases.values()))

@@ -55,7 +55,7 @@ def load_decoder(
         blocks.append(build_block(config, layer, weights, dtype=torch_dtype, device=device))
         if progress is not None:
             progress(layer + 1, config.num_layers)
-    embedding = own(_embedding(checkpoint, config).to(device, torch_dtype))
+    embedding = own(read_embedding(checkpoint, config).to(device, torch_dtype))
     norm = RMSNorm(own(checkpoint.tensor(FINAL_NORM)), config.rms_norm_eps, torch_dtype)
     return Decoder(
         config,
@@ -125,7 +125,12 @@ def resolve_dtype(name: str, config: ModelConfig) -> torch.dtype:
     return TORCH_DTYPES[chosen]
 
 
-def _embedding(checkpoint: Checkpoint, config: ModelConfig) -> torch.Tensor:
+def read_embedding(checkpoint: Checkpoint, config: ModelConfig) -> torch.Tensor:
+    """Read the embedding `[vocab, hidden]`, in the type of the file.
+
+    Raises:
+        CheckpointError: it is missing, damaged or of the wrong shape.
+    """
     embedding = checkpoint.tensor(EMBEDDING)
     expected = (config.vocab_size, config.hidden_size)
     if tuple(embedding.shape) != expected:

@@ -56,7 +56,7 @@ class StepMaker:
         self._rotary = rotary
         self._choices = {
             spec.sliding_window: (spec, choose_attention(spec))
-            for spec in _attention_specs(config, layout, dtype, device)
+            for spec in attention_specs(config, layout, dtype, device)
         }
         self._attention = {
             window: choice.implementation.prepare(spec)
@@ -75,18 +75,23 @@ class StepMaker:
     def kernels(self) -> list[KernelRow]:
         """Describe which attention kernel the layers got, one row per sliding window."""
         rows = []
-        for window, (spec, choice) in self._choices.items():
-            heads = f"{spec.num_heads}/{spec.num_kv_heads} heads x {spec.head_dim}"
-            span = "" if window is None else f", window {window}"
-            description = f"KV {spec.kv}, {heads}{span}"
+        for spec, choice in self._choices.values():
             name = choice.implementation.name
-            rows.append(KernelRow("attention", description, name, choice.refusals))
+            row = KernelRow("attention", describe_attention(spec), name, choice.refusals)
+            rows.append(row)
         return rows
 
 
-def _attention_specs(
+def describe_attention(spec: AttnSpec) -> str:
+    """Return a short text for reports, such as `KV int8, 9/3 heads x 64`."""
+    span = "" if spec.sliding_window is None else f", window {spec.sliding_window}"
+    return f"KV {spec.kv}, {spec.num_heads}/{spec.num_kv_heads} heads x {spec.head_dim}{span}"
+
+
+def attention_specs(
     config: ModelConfig, layout: KVLayout, dtype: torch.dtype, device: str
 ) -> list[AttnSpec]:
+    """Return the attention of a model over a cache, one per distinct sliding window."""
     return [
         AttnSpec(
             num_heads=config.num_heads,

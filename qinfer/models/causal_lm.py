@@ -1,0 +1,51 @@
+"""What the engine needs of a model, whichever way it runs."""
+
+from typing import Protocol
+
+import torch
+
+from qinfer.kvcache.inputs import ModelInputs, ModelOutput
+from qinfer.kvcache.layout import KVLayout
+from qinfer.kvcache.pool import KVPool
+from qinfer.models.config import ModelConfig
+from qinfer.models.layers import KernelRow
+
+
+class CausalLM(Protocol):
+    """A causal language model over the paged cache."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's facts."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the unquantized weights."""
+        ...
+
+    @property
+    def device(self) -> str:
+        """Where it runs."""
+        ...
+
+    @property
+    def max_positions(self) -> int:
+        """Positions that a sequence may have."""
+        ...
+
+    @property
+    def memory_bytes(self) -> int:
+        """Resident bytes of all weights; tied ones once."""
+        ...
+
+    def kernels(self, layout: KVLayout) -> list[KernelRow]:
+        """Describe which kernel each linear and the attention over a cache of `layout` got."""
+        ...
+
+    def forward(self, inputs: ModelInputs, pool: KVPool) -> ModelOutput:
+        """Run one step: write the tokens' K and V to `pool`, return the wanted logits.
+
+        The logits are valid until the next step.
+        """
+        ...

@@ -1,0 +1,191 @@
+"""The decoder as one C++ program per step: recorded once, replayed by one native call.
+
+All activations are float32, or int8 where they meet quantized weights; the weights lie in tiles.
+What it computes is what `models.decoder` computes; the tests hold one against the other.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from qinfer.kernels.cpu import paged
+from qinfer.kernels.cpu.program import Program
+from qinfer.kernels.spec import AttnSpec
+from qinfer.kvcache.inputs import ModelInputs, ModelOutput
+from qinfer.kvcache.layout import KVLayout
+from qinfer.kvcache.pool import KVPool
+from qinfer.models.config import ModelConfig
+from qinfer.models.layers import KernelRow
+from qinfer.models.native_index import StepIndex
+from qinfer.models.native_layer import NativeAttention, NativeGroup, NativeLayer, Recording
+from qinfer.models.rope import RotaryTable
+from qinfer.models.step import attention_specs, describe_attention
+
+# Programs are recorded for token counts in steps of a factor, so that few are ever made.
+_SMALLEST_STEP = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeWeights:
+    """All weights of a model.
+
+    Args:
+        embedding: float32 or bfloat16 `[vocab, hidden]`.
+        layers: in order.
+        norm: float32 `[hidden]`, the final norm.
+        head: hidden to vocab.
+    """
+
+    embedding: torch.Tensor
+    layers: Sequence[NativeLayer]
+    norm: torch.Tensor
+    head: NativeGroup
+
+
+class NativeDecoder:
+    """A causal language model over the paged cache, run by C++ kernels.
+
+    Args:
+        config: the model's facts.
+        weights: in tiles.
+        rotary: cos and sin up to the longest admitted sequence.
+        threads: size of the thread team.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: NativeWeights, rotary: RotaryTable, *, threads: int
+    ) -> None:
+        self.config = config
+        self.dtype = weights.embedding.dtype
+        self.device = "cpu"
+        self._weights = weights
+        self._rotary = rotary
+        self._threads = threads
+        self._last: RecordedStep | None = None
+
+    @property
+    def max_positions(self) -> int:
+        """Positions that the rotary table covers."""
+        return self._rotary.length
+
+    @property
+    def memory_bytes(self) -> int:
+        """Resident bytes of all weights: the embedding, and the head in its own form."""
+        weights = self._weights
+        return (
+            weights.embedding.nbytes
+            + weights.norm.nbytes
+            + weights.head.resident_bytes
+            + sum(layer.resident_bytes for layer in weights.layers)
+        )
+
+    def kernels(self, layout: KVLayout) -> list[KernelRow]:
+        """Describe which kernel each linear and the attention over a cache of `layout` got."""
+        groups = [group for layer in self._weights.layers for group in layer.groups]
+        rows = [linear.row for group in [*groups, self._weights.head] for linear in group.linears]
+        attention = [
+            KernelRow("attention", describe_attention(spec), "cpu.paged", ())
+            for spec in self._specs(layout)
+        ]
+        return rows + attention
+
+    @torch.inference_mode()
+    def forward(self, inputs: ModelInputs, pool: KVPool) -> ModelOutput:
+        """Run one step: write the tokens' K and V to `pool`, return the wanted logits.
+
+        The logits are valid until the next step.
+        """
+        step = self._step(inputs, pool)
+        step.index.load(inputs, self.max_positions)
+        step.bad_layers.fill_(-1)
+        step.program.run(self._threads)
+        return step.output(inputs.logit_rows, self.config.num_layers)
+
+    def _step(self, inputs: ModelInputs, pool: KVPool) -> "RecordedStep":
+        """Return a program for a step of this size over this cache; the last one, if it serves."""
+        num_tokens, num_rows = inputs.token_ids.numel(), max(inputs.logit_rows.numel(), 1)
+        last = self._last
+        if last is None or last.pool is not pool or not last.holds(num_tokens, num_rows):
+            tokens, rows = _bucket(num_tokens), _bucket(num_rows)
+            if last is not None:
+                tokens = max(tokens, last.index.max_tokens)
+                rows = max(rows, last.index.max_rows)
+            self._last = last = self._record(pool, tokens, rows)
+        return last
+
+    def _record(self, pool: KVPool, max_tokens: int, max_rows: int) -> "RecordedStep":
+        config, weights = self.config, self._weights
+        max_blocks = pool.layout.num_blocks(self.max_positions)
+        index = StepIndex(max_tokens, max_rows, max_blocks)
+        attention = self._attention(pool.layout, index)
+        program = Program()
+        recording = Recording(program, max_tokens, index.num_tokens)
+        hidden = recording.floats("hidden", config.hidden_size)
+        program.embed(weights.embedding, index.token_ids, hidden, index.num_tokens)
+        for position, layer in enumerate(weights.layers):
+            layer.record(recording, hidden, attention[layer.window], pool.layer(position))
+        logits = self._record_head(program, index, hidden)
+        bad_layers = torch.full((max_tokens,), -1)
+        return RecordedStep(pool, index, program, logits, bad_layers)
+
+    def _attention(self, layout: KVLayout, index: StepIndex) -> dict[int | None, NativeAttention]:
+        """Return what attention needs, by sliding window."""
+        specs = self._specs(layout)
+        heads = (self.config.num_heads, self.config.num_kv_heads, self.config.head_dim)
+        scratch = torch.zeros(paged.scratch_floats(self._threads, self.max_positions, *heads))
+        return {
+            spec.sliding_window: NativeAttention(spec, self._rotary, index, scratch)
+            for spec in specs
+        }
+
+    def _record_head(
+        self, program: Program, index: StepIndex, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        """Write down the final norm and the head of the wanted rows; returns their logits."""
+        weights = self._weights
+        recording = Recording(program, index.max_rows, index.num_rows)
+        wanted = recording.floats("wanted", self.config.hidden_size)
+        program.gather(hidden, index.logit_rows, wanted, index.num_rows)
+        feed = recording.norm(wanted, weights.norm, self.config.rms_norm_eps, weights.head)
+        return recording.linears(weights.head, feed)
+
+    def _specs(self, layout: KVLayout) -> list[AttnSpec]:
+        return attention_specs(self.config, layout, torch.float32, self.device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedStep:
+    """A program, the memory it reads its step from, and where its results lie.
+
+    Args:
+        pool: the cache that it writes and reads.
+        index: the step's index tensors.
+        program: all ops of a step.
+        logits: float32 `[max_rows, vocab]`.
+        bad_layers: int64 `[max_tokens]`, the first layer at which a token was not finite, or -1.
+    """
+
+    pool: KVPool
+    index: StepIndex
+    program: Program
+    logits: torch.Tensor
+    bad_layers: torch.Tensor
+
+    def holds(self, num_tokens: int, num_rows: int) -> bool:
+        """Tell whether a step of this size fits."""
+        return num_tokens <= self.index.max_tokens and num_rows <= self.index.max_rows
+
+    def output(self, rows: torch.Tensor, num_layers: int) -> ModelOutput:
+        """Return the results of the last run."""
+        logits = self.logits[: rows.numel()]
+        bad = self.bad_layers[rows]
+        finite = logits.sum(-1, dtype=torch.float32).isfinite()
+        if not finite.all():
+            bad[~finite & (bad < 0)] = num_layers
+        return ModelOutput(logits, bad)
+
+
+def _bucket(count: int) -> int:
+    """Return the size that a program for `count` rows is recorded for: a power of two."""
+    return max(_SMALLEST_STEP, 1 << (count - 1).bit_length())

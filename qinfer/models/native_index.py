@@ -1,0 +1,70 @@
+"""The index tensors of a step at fixed addresses, where a recorded program reads them."""
+
+import torch
+
+from qinfer.errors import CapacityError
+from qinfer.kernels.cpu import paged
+from qinfer.kvcache.inputs import ModelInputs
+
+
+class StepIndex:
+    """`ModelInputs` in memory that stays where it is; filled in before each run.
+
+    Args:
+        max_tokens: tokens of a step that fit; also bounds its sequences.
+        max_rows: rows of logits that fit.
+        max_blocks: cache blocks of one sequence that fit.
+    """
+
+    def __init__(self, max_tokens: int, max_rows: int, max_blocks: int) -> None:
+        def zeros(count: int) -> torch.Tensor:
+            return torch.zeros(count, dtype=torch.int64)
+
+        self.max_tokens = max_tokens
+        self.max_rows = max_rows
+        self.token_ids = zeros(max_tokens)
+        self.positions = zeros(max_tokens)
+        self.slots = zeros(max_tokens)
+        self.block_tables = zeros(max_tokens * max_blocks)  # [sequences, table_width], compact
+        self.seq_lens = zeros(max_tokens)
+        self.query_starts = zeros(max_tokens + 1)
+        self.logit_rows = zeros(max_rows)
+        self.num_tokens = zeros(1)
+        self.num_rows = zeros(1)
+        self.num_sequences = zeros(1)
+        self.table_width = zeros(1)
+        # The part that the ops over the cache read.
+        self.cache = paged.StepIndex(
+            positions=self.positions,
+            slots=self.slots,
+            block_tables=self.block_tables,
+            seq_lens=self.seq_lens,
+            query_starts=self.query_starts,
+            num_tokens=self.num_tokens,
+            num_sequences=self.num_sequences,
+            table_width=self.table_width,
+        )
+
+    def load(self, inputs: ModelInputs, max_context: int) -> None:
+        """Take over the index tensors of a step.
+
+        Raises:
+            CapacityError: a sequence is longer than `max_context` tokens.
+        """
+        longest = int(inputs.seq_lens.max())
+        if longest > max_context:
+            raise CapacityError(f"a sequence of {longest} tokens exceeds the {max_context} planned")
+        for target, source in (
+            (self.token_ids, inputs.token_ids),
+            (self.positions, inputs.positions),
+            (self.slots, inputs.slots),
+            (self.block_tables, inputs.block_tables.flatten()),
+            (self.seq_lens, inputs.seq_lens),
+            (self.query_starts, inputs.query_starts),
+            (self.logit_rows, inputs.logit_rows),
+        ):
+            target[: source.numel()] = source
+        self.num_tokens[0] = inputs.token_ids.numel()
+        self.num_rows[0] = inputs.logit_rows.numel()
+        self.num_sequences[0] = inputs.seq_lens.numel()
+        self.table_width[0] = inputs.block_tables.shape[1]

@@ -1,0 +1,345 @@
+"""One decoder layer as ops of a C++ program: recorded once, run by one call per step.
+
+`Recording` is the small vocabulary in which a layer is written down: norm, linears, attention,
+gated MLP. It owns the activations that the ops of all layers share.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from qinfer.formats.weight import QuantizedWeight
+from qinfer.kernels.cpu import paged, tiled
+from qinfer.kernels.cpu.program import Int8Buffer, Program
+from qinfer.kernels.spec import AttnSpec, PagedKV
+from qinfer.models.config import ModelConfig
+from qinfer.models.decoder import DOWN, GATE_UP, OUTPUT, QKV
+from qinfer.models.layers import (
+    KernelRow,
+    Weight,
+    describe_linear,
+    fuse_biases,
+    fuse_weights,
+    out_features,
+)
+from qinfer.models.native_index import StepIndex
+from qinfer.models.rope import RotaryTable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeLinear:
+    """A weight in tiles and how its input arrives.
+
+    Args:
+        weight: the tiles.
+        bias: float32 `[out]` or None.
+        int8: the input is quantized to int8; else it stays float32.
+        offset: first column in the group's output.
+        row: the line in a report of kernels.
+    """
+
+    weight: tiled.TiledWeight
+    bias: torch.Tensor | None
+    int8: bool
+    offset: int
+    row: KernelRow
+
+
+class NativeGroup:
+    """Linears that read one input and write side by side into one output.
+
+    Args:
+        weights: by name, in the order of the outputs.
+        biases: by name; names without a bias are absent.
+        prefix: of the names, for reports.
+        int8_activations: quantize the input of quantized weights.
+        allocate: where the tiles are put.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, Weight],
+        biases: Mapping[str, torch.Tensor],
+        *,
+        prefix: str,
+        int8_activations: bool,
+        allocate: tiled.Allocate = tiled.aligned_bytes,
+    ) -> None:
+        fused = fuse_weights(list(weights.values())) if len(weights) > 1 else None
+        parts = dict(weights) if fused is None else {"+".join(weights): fused}
+        joined = dict(biases) if fused is None else _joined_bias(weights, biases)
+        self.linears: list[NativeLinear] = []
+        self.out_features = 0
+        for name, weight in parts.items():
+            bias = joined.get(name)
+            self.linears.append(
+                NativeLinear(
+                    weight=tiled.tile(weight, allocate=allocate),
+                    bias=None if bias is None else bias.float().contiguous(),
+                    int8=int8_activations and isinstance(weight, QuantizedWeight),
+                    offset=self.out_features,
+                    row=_row(f"{prefix}{name}", weight, int8_activations=int8_activations),
+                )
+            )
+            self.out_features += out_features(weight)
+        self.in_features = self.linears[0].weight.in_features
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of tiles and biases."""
+        biases = (linear.bias for linear in self.linears)
+        return sum(linear.weight.nbytes for linear in self.linears) + sum(
+            bias.nbytes for bias in biases if bias is not None
+        )
+
+    @property
+    def permutations(self) -> list[torch.Tensor | None]:
+        """The orders of columns in which quantized inputs are needed, each once."""
+        orders: list[torch.Tensor | None] = []
+        for linear in self.linears:
+            if linear.int8 and _find(orders, linear.weight.permutation) is None:
+                orders.append(linear.weight.permutation)
+        return orders
+
+    @property
+    def reads_floats(self) -> bool:
+        """Whether the unquantized input is needed: by a linear, or to quantize it again."""
+        return len(self.permutations) != 1 or not all(linear.int8 for linear in self.linears)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Feed:
+    """An input of a group, in the forms that its linears need.
+
+    Args:
+        floats: float32 `[max_tokens, in]`, or None.
+        int8: quantized, one per order of columns.
+    """
+
+    floats: torch.Tensor | None
+    int8: tuple[Int8Buffer, ...]
+
+
+class Recording:
+    """A program under construction, and the activations that its ops share.
+
+    Args:
+        program: where the ops go.
+        max_tokens: rows that fit.
+        num_tokens: int64 `[1]`, read when the program runs.
+    """
+
+    def __init__(self, program: Program, max_tokens: int, num_tokens: torch.Tensor) -> None:
+        self.program = program
+        self.max_tokens = max_tokens
+        self.num_tokens = num_tokens
+        self._floats: dict[tuple[str, int], torch.Tensor] = {}
+        self._int8: dict[tuple[str, int, int], Int8Buffer] = {}
+
+    def floats(self, name: str, columns: int) -> torch.Tensor:
+        """Return the shared activation `name`, float32 `[max_tokens, columns]`."""
+        key = (name, columns)
+        if key not in self._floats:
+            self._floats[key] = torch.zeros(self.max_tokens, columns)
+        return self._floats[key]
+
+    def feed(self, name: str, group: NativeGroup) -> Feed:
+        """Return the shared memory of a group's input."""
+        columns = group.in_features
+        keys = [(name, columns, index) for index in range(len(group.permutations))]
+        for key in keys:
+            if key not in self._int8:
+                self._int8[key] = Int8Buffer(self.max_tokens, columns)
+        floats = self.floats(name, columns) if group.reads_floats else None
+        return Feed(floats, tuple(self._int8[key] for key in keys))
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, group: NativeGroup) -> Feed:
+        """Normalize `x` for a group."""
+        feed = self.feed("normed", group)
+        first, order = _first(feed, group)
+        self.program.norm(
+            x, weight, eps, self.num_tokens, out=feed.floats, int8=first, permutation=order
+        )
+        self._quantize_others(feed, group)
+        return feed
+
+    def silu_mul(self, gate_up: torch.Tensor, group: NativeGroup) -> Feed:
+        """Gate the MLP's inner activations for a group."""
+        feed = self.feed("gated", group)
+        first, order = _first(feed, group)
+        self.program.silu_mul(
+            gate_up, self.num_tokens, out=feed.floats, int8=first, permutation=order
+        )
+        self._quantize_others(feed, group)
+        return feed
+
+    def linears(
+        self, group: NativeGroup, feed: Feed, *, onto: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Apply a group; with `onto`, its output is added there (the residual stream)."""
+        out = self.floats("projected", group.out_features) if onto is None else onto
+        orders = group.permutations
+        for linear in group.linears:
+            x: torch.Tensor | Int8Buffer | None = feed.floats
+            if linear.int8:
+                x = feed.int8[_find(orders, linear.weight.permutation) or 0]
+            if x is None:
+                raise RuntimeError("a group's input lacks the form that one of its linears reads")
+            part = out[:, linear.offset : linear.offset + linear.weight.out_features]
+            tiled.add_linear(
+                self.program,
+                linear.weight,
+                x,
+                part,
+                self.num_tokens,
+                bias=linear.bias,
+                residual=None if onto is None else part,
+            )
+        return out
+
+    def _quantize_others(self, feed: Feed, group: NativeGroup) -> None:
+        """Quantize the input in the orders after the first."""
+        for order, buffer in list(zip(group.permutations, feed.int8, strict=True))[1:]:
+            if feed.floats is None:
+                raise RuntimeError("a second order of columns needs the unquantized input")
+            self.program.quantize(feed.floats, self.num_tokens, buffer, permutation=order)
+
+    def attention(
+        self, qkv: torch.Tensor, attention: "NativeAttention", layer: "NativeLayer", pages: PagedKV
+    ) -> Feed:
+        """Rotate, store K and V, and attend through the cache, for the layer's output."""
+        group, index, spec = layer.output, attention.index.cache, attention.spec
+        feed = self.feed("mixed", group)
+        first, order = _first(feed, group)
+        out = self.floats("mixed", group.in_features)
+        rotation = layer.rotation(attention.rotary)
+        paged.rope_store(self.program, qkv, rotation, pages, spec.kv, index)
+        output = paged.AttentionOutput(out, attention.scratch, first, order)
+        window = spec.sliding_window
+        paged.attention(self.program, qkv, output, pages, spec.kv, index, window)
+        self._quantize_others(feed, group)
+        return feed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeAttention:
+    """What the attention of all layers with one sliding window shares.
+
+    Args:
+        spec: heads, cache and window.
+        rotary: cos and sin.
+        index: the step's index tensors.
+        scratch: memory of the kernel.
+    """
+
+    spec: AttnSpec
+    rotary: RotaryTable
+    index: StepIndex
+    scratch: torch.Tensor
+
+
+class NativeLayer:
+    """The weights of one decoder layer, in tiles, and their order in a program.
+
+    Args:
+        config: the model's facts.
+        layer: index, for names and the sliding window.
+        weights: as in `models.decoder.DecoderBlock`.
+        int8_activations: quantize the inputs of quantized weights.
+        allocate: where the tiles are put.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        weights: Mapping[str, Weight],
+        *,
+        int8_activations: bool,
+        allocate: tiled.Allocate = tiled.aligned_bytes,
+    ) -> None:
+        self.eps = config.rms_norm_eps
+        self.window = config.windows[layer]
+        plain = {name: w.float() for name, w in weights.items() if isinstance(w, torch.Tensor)}
+
+        def group(*names: str) -> NativeGroup:
+            return NativeGroup(
+                {name: weights[name] for name in names},
+                {name: plain[f"{name}.bias"] for name in names if f"{name}.bias" in plain},
+                prefix=f"model.layers.{layer}.",
+                int8_activations=int8_activations,
+                allocate=allocate,
+            )
+
+        self._qkv, self.output = group(*QKV), group(OUTPUT)
+        self._gate_up, self._down = group(*GATE_UP), group(DOWN)
+        self._input_norm = plain["input_layernorm.weight"]
+        self._mlp_norm = plain["post_attention_layernorm.weight"]
+        self._q_norm = plain.get("self_attn.q_norm.weight")
+        self._k_norm = plain.get("self_attn.k_norm.weight")
+
+    @property
+    def groups(self) -> tuple[NativeGroup, ...]:
+        """Its linears, in order."""
+        return (self._qkv, self.output, self._gate_up, self._down)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of weights, biases and norms."""
+        norms = (self._input_norm, self._mlp_norm, self._q_norm, self._k_norm)
+        return sum(group.resident_bytes for group in self.groups) + sum(
+            norm.nbytes for norm in norms if norm is not None
+        )
+
+    def rotation(self, rotary: RotaryTable) -> paged.Rotation:
+        """Return what happens to its queries and keys before they are stored."""
+        cos, sin = rotary.cos.squeeze(1), rotary.sin.squeeze(1)
+        return paged.Rotation(cos, sin, self._q_norm, self._k_norm, self.eps)
+
+    def record(
+        self,
+        recording: Recording,
+        hidden: torch.Tensor,
+        attention: NativeAttention,
+        pages: PagedKV,
+    ) -> None:
+        """Write the layer down; it updates `hidden` float32 `[max_tokens, hidden]` in place."""
+        x = recording.norm(hidden, self._input_norm, self.eps, self._qkv)
+        qkv = recording.linears(self._qkv, x)
+        mixed = recording.attention(qkv, attention, self, pages)
+        recording.linears(self.output, mixed, onto=hidden)
+        x = recording.norm(hidden, self._mlp_norm, self.eps, self._gate_up)
+        gate_up = recording.linears(self._gate_up, x)
+        inner = recording.silu_mul(gate_up, self._down)
+        recording.linears(self._down, inner, onto=hidden)
+
+
+def _row(name: str, weight: Weight, *, int8_activations: bool) -> KernelRow:
+    spec = describe_linear(weight, torch.float32, "cpu")
+    if isinstance(weight, QuantizedWeight):
+        form, kernel = str(weight.scheme), "cpu.int8" if int8_activations else "cpu.exact"
+    else:
+        form, kernel = str(weight.dtype).removeprefix("torch."), "cpu.exact"
+    return KernelRow(name, f"{form} {spec.in_features}x{spec.out_features}", kernel, ())
+
+
+def _joined_bias(
+    weights: Mapping[str, Weight], biases: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    bias = fuse_biases(weights, biases)
+    return {} if bias is None else {"+".join(weights): bias}
+
+
+def _first(feed: Feed, group: NativeGroup) -> tuple[Int8Buffer | None, torch.Tensor | None]:
+    """Return the quantized form that an op writes itself, and its order of columns."""
+    return (feed.int8[0], group.permutations[0]) if feed.int8 else (None, None)
+
+
+def _find(orders: Sequence[torch.Tensor | None], order: torch.Tensor | None) -> int | None:
+    for index, known in enumerate(orders):
+        if known is order or (
+            known is not None and order is not None and torch.equal(known, order)
+        ):
+            return index
+    return None
