@@ -15,6 +15,7 @@ from qinfer.errors import ConfigError, QinferError
 from qinfer.kernels.cpu import native
 
 ACTIVATION_GROUP = 32
+_ROW_BLOCK = 8
 MAX_THREADS = 1024
 _TABLE_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _STATUS = {1: "an argument of an op is not valid", 2: "the system has no thread left"}
@@ -49,9 +50,7 @@ class Int8Rows(ctypes.Structure):
     """`qinfer_int8_rows`."""
 
     _fields_ = (
-        ("codes", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("sums", ctypes.c_void_p),
+        ("groups", ctypes.c_void_p),
         ("columns", ctypes.c_int64),
     )
 
@@ -137,22 +136,22 @@ class ArgmaxArgs(ctypes.Structure):
 class Int8Buffer:
     """Activations quantized to int8 in groups of 32 columns, as `csrc/program.h` defines them.
 
+    `codes` `[max_rows, padded columns]`, `scales` and `sums` `[max_rows, groups]` are copies out of
+    the layout that the kernels read.
+
     Args:
         max_rows: rows that fit.
         columns: columns of the activations; padded up to whole groups here.
     """
 
-    __slots__ = ("args", "codes", "scales", "sums")
+    __slots__ = ("_groups", "args", "shape")
 
     def __init__(self, max_rows: int, columns: int) -> None:
-        groups = -(-columns // ACTIVATION_GROUP)
-        padded = groups * ACTIVATION_GROUP
-        self.codes = torch.zeros(max_rows, padded, dtype=torch.int8)
-        self.scales = torch.zeros(max_rows, groups)
-        self.sums = torch.zeros(max_rows, groups, dtype=torch.int32)
-        self.args = Int8Rows(
-            self.codes.data_ptr(), self.scales.data_ptr(), self.sums.data_ptr(), padded
-        )
+        blocks, groups = -(-max_rows // _ROW_BLOCK), -(-columns // ACTIVATION_GROUP)
+        self.shape = (max_rows, groups * ACTIVATION_GROUP)
+        # In int32 words: 8 quads of codes, the scale and the sum of each row.
+        self._groups = torch.zeros(blocks, groups, 10, _ROW_BLOCK, dtype=torch.int32)
+        self.args = Int8Rows(self._groups.data_ptr(), self.shape[1])
 
     @property
     def pointer(self) -> int:
@@ -160,14 +159,29 @@ class Int8Buffer:
         return ctypes.addressof(self.args)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and padded columns."""
-        return self.codes.shape[0], self.codes.shape[1]
-
-    @property
     def nbytes(self) -> int:
         """Bytes that the buffer holds."""
-        return self.codes.nbytes + self.scales.nbytes + self.sums.nbytes
+        return self._groups.nbytes
+
+    @property
+    def codes(self) -> torch.Tensor:
+        """The codes, int8."""
+        quads = self._groups[:, :, :8].permute(0, 3, 1, 2).contiguous()
+        return quads.view(torch.int8).view(-1, self.shape[1])[: self.shape[0]]
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """The scale of each group, float32."""
+        return self._per_group(8).view(torch.float32)
+
+    @property
+    def sums(self) -> torch.Tensor:
+        """The sum of each group's codes, int32."""
+        return self._per_group(9)
+
+    def _per_group(self, word: int) -> torch.Tensor:
+        rows = self._groups[:, :, word].transpose(1, 2).contiguous()
+        return rows.view(-1, self._groups.shape[1])[: self.shape[0]]
 
     def dequantize(self) -> torch.Tensor:
         """Return the rows as float32 `[max_rows, padded columns]`."""

@@ -62,13 +62,16 @@ inline void quantize_group(const float* __restrict x, int8_t* __restrict codes,
 // what the last one lacks is set to zero here.
 inline void quantize_columns(float* x, int64_t begin, int64_t count, int64_t row,
                              const qinfer_int8_rows& out) {
-  const int64_t groups = (count + kGroup - 1) / kGroup;
-  for (int64_t i = count; i < groups * kGroup; ++i) x[i] = 0.0f;
-  int8_t* codes = out.codes + row * out.columns + begin;
-  const int64_t first = (row * out.columns + begin) / kGroup;
-  for (int64_t group = 0; group < groups; ++group) {
-    quantize_group(x + group * kGroup, codes + group * kGroup, out.scales + first + group,
-                   out.sums + first + group);
+  const int64_t num_groups = (count + kGroup - 1) / kGroup;
+  for (int64_t i = count; i < num_groups * kGroup; ++i) x[i] = 0.0f;
+  const int64_t block = row / QINFER_ROW_BLOCK, r = row % QINFER_ROW_BLOCK;
+  qinfer_int8_group* groups = out.groups + (block * out.columns + begin) / kGroup;
+  for (int64_t g = 0; g < num_groups; ++g) {
+    int8_t codes[kGroup];
+    quantize_group(x + g * kGroup, codes, groups[g].scales + r, groups[g].sums + r);
+    for (int64_t i = 0; i < kGroup / 4; ++i) {
+      __builtin_memcpy(groups[g].codes[i][r], codes + 4 * i, 4);
+    }
   }
 }
 

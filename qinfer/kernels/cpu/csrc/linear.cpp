@@ -14,13 +14,14 @@ namespace qinfer {
 namespace QINFER_ISA {
 namespace {
 
+static_assert(QINFER_ROW_BLOCK % kRows == 0, "tokens that are computed together lie together");
+
 constexpr int kStep = QINFER_ACTIVATION_GROUP;  // columns that share an activation scale
 // A thread's activations of one block of tokens stay in its L2 cache while the tiles pass by.
 constexpr int64_t kBlockBytes = 384 << 10;
 constexpr int64_t kMaxBlock = 128;
-// Few tokens leave the cores waiting for memory; this far ahead the weights arrive in time.
+// Weights are asked for so far ahead that they arrive in time.
 constexpr int64_t kPrefetchBytes = 2048;
-constexpr int kPrefetchRows = 4;
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -55,95 +56,87 @@ inline Ints correction(const int16_t* zeros, int32_t sum) {
   return mul(load_short(zeros), fill_int(-sum));
 }
 
-// Rows tokens from `token` on times Tiles tiles from `tile` on.
-template <int Bits, int Rows, int Tiles>
-void int8_block(const qinfer_linear& op, int64_t token, int64_t tile) {
-  constexpr int kParts = 8 / Bits;            // quads of columns per 64 bytes of a tile
-  constexpr int kLoads = kStep / 4 / kParts;  // 64-byte loads per step and tile
-  const qinfer_tiled_weight& w = op.weight;
-  const qinfer_int8_rows& rows = *op.int8_rows;
-  const int64_t groups = ceil_div(w.in_features, w.group_size);
-  const int64_t tile_bytes = w.in_features * kLanes * Bits / 8;
-  const int64_t steps = w.in_features / kStep, row_steps = rows.columns / kStep;
-  const int64_t group_steps = w.group_size / kStep;
-  const uint8_t* data = static_cast<const uint8_t*>(w.data) + tile * tile_bytes;
-  const int8_t* x = rows.codes + token * rows.columns;
-  const float* x_scales = rows.scales + token * row_steps;
-  const int32_t* x_sums = rows.sums + token * row_steps;
+// A group seen from one of its rows on: every array of it has four bytes per row.
+inline const qinfer_int8_group* from_row(const qinfer_int8_group* group, int64_t row) {
+  return reinterpret_cast<const qinfer_int8_group*>(reinterpret_cast<const char*>(group) + 4 * row);
+}
 
-  Floats total[Rows][Tiles];
-  for (auto& row : total) for (Floats& sum : row) sum = fill(0.0f);
-  for (int64_t group = 0; group < groups; ++group) {
-    const int16_t* zeros[Tiles];
-    Floats scales[Tiles];
-    for (int t = 0; t < Tiles; ++t) {
-      const int64_t entry = ((tile + t) * groups + group) * kLanes;
-      scales[t] = load_half(w.scales + entry);
-      zeros[t] = w.zeros ? w.zeros + entry : nullptr;
-    }
-    Floats partial[Rows][Tiles];
-    for (auto& row : partial) for (Floats& sum : row) sum = fill(0.0f);
-    const int64_t end = smaller(steps, (group + 1) * group_steps);
-    for (int64_t step = group * group_steps; step < end; ++step) {
-      Dot<Bits> dots[Rows][Tiles];
-      for (int r = 0; r < Rows; ++r) {
-        for (int t = 0; t < Tiles; ++t) {
-          dots[r][t].start(correction<Bits>(zeros[t], x_sums[r * row_steps + step]));
-        }
-      }
+// partial[r] += x_scale * integer sum, for the kStep columns of one step of a tile.
+template <int Bits, int Rows>
+inline void int8_step(const uint8_t* tile, const int16_t* zeros, const qinfer_int8_group& x,
+                      Floats (&partial)[Rows]) {
+  constexpr int kParts = 8 / Bits;            // quads of columns per 64 bytes of a tile
+  constexpr int kLoads = kStep / 4 / kParts;  // 64-byte loads per step
+  Dot<Bits> dots[Rows];
+  for (int r = 0; r < Rows; ++r) dots[r].start(correction<Bits>(zeros, x.sums[r]));
 #pragma GCC unroll 8
-      for (int i = 0; i < kLoads; ++i) {
-        Codes codes[Tiles][kParts];
-        for (int t = 0; t < Tiles; ++t) {
-          const uint8_t* bytes = data + t * tile_bytes + (step * kLoads + i) * 64;
-          if (Rows <= kPrefetchRows) __builtin_prefetch(bytes + kPrefetchBytes);
-          load_codes(bytes, codes[t]);
-        }
-        for (int part = 0; part < kParts; ++part) {
-          for (int r = 0; r < Rows; ++r) {
-            const int8_t* quad = x + r * rows.columns + step * kStep + (i * kParts + part) * 4;
-            const auto broadcast = Dot<Bits>::broadcast(quad);
-            for (int t = 0; t < Tiles; ++t) dots[r][t].add(codes[t][part], broadcast);
-          }
-        }
-      }
+  for (int i = 0; i < kLoads; ++i) {
+    __builtin_prefetch(tile + i * 64 + kPrefetchBytes);
+    Codes codes[kParts];
+    load_codes(tile + i * 64, codes);
+#pragma GCC unroll 2
+    for (int part = 0; part < kParts; ++part) {
+#pragma GCC unroll 8
       for (int r = 0; r < Rows; ++r) {
-        const Floats x_scale = fill(x_scales[r * row_steps + step]);
-        for (int t = 0; t < Tiles; ++t) {
-          const Ints fix = correction<Bits>(zeros[t], x_sums[r * row_steps + step]);
-          partial[r][t] = fma(to_float(dots[r][t].finish(fix)), x_scale, partial[r][t]);
-        }
+        dots[r].add(codes[part], Dot<Bits>::broadcast(x.codes[i * kParts + part][r]));
       }
-    }
-    for (int r = 0; r < Rows; ++r) {
-      for (int t = 0; t < Tiles; ++t) total[r][t] = fma(partial[r][t], scales[t], total[r][t]);
     }
   }
   for (int r = 0; r < Rows; ++r) {
-    for (int t = 0; t < Tiles; ++t) write(op, token + r, tile + t, total[r][t]);
+    const Ints sum = dots[r].finish(correction<Bits>(zeros, x.sums[r]));
+    partial[r] = fma(to_float(sum), fill(x.scales[r]), partial[r]);
   }
 }
 
-using Block = void (*)(const qinfer_linear& op, int64_t token, int64_t tile);
+// Rows tokens from `token` on, all of one row block, times one tile.
+template <int Bits, int Rows>
+void int8_block(const qinfer_linear& op, int64_t token, int64_t tile) {
+  constexpr int64_t kStepBytes = kStep * kLanes * Bits / 8;
+  const qinfer_tiled_weight& w = op.weight;
+  const int64_t steps = w.in_features / kStep, group_steps = w.group_size / kStep;
+  const int64_t groups = ceil_div(steps, group_steps);
+  const uint8_t* data = static_cast<const uint8_t*>(w.data) + tile * steps * kStepBytes;
+  const uint16_t* scales = w.scales + tile * groups * kLanes;
+  const int16_t* zeros = w.zeros ? w.zeros + tile * groups * kLanes : nullptr;
+  const qinfer_int8_group* block = op.int8_rows->groups + token / QINFER_ROW_BLOCK * steps;
+  const qinfer_int8_group* x = from_row(block, token % QINFER_ROW_BLOCK);
 
-template <int Bits, int Tiles, int Rows>
-inline Block int8_block_for(int64_t rows) {
+  // The lines to be written lie far apart; asked for now, they are here when the sums are.
+  for (int r = 0; r < Rows; ++r) {
+    __builtin_prefetch(op.out + (token + r) * op.out_stride + tile * kLanes, 1);
+  }
+  Floats total[Rows];
+  for (Floats& sum : total) sum = fill(0.0f);
+  for (int64_t begin = 0; begin < steps; begin += group_steps) {
+    Floats partial[Rows];
+    for (Floats& sum : partial) sum = fill(0.0f);
+    const int64_t end = smaller(steps, begin + group_steps);
+    for (int64_t step = begin; step < end; ++step, data += kStepBytes) {
+      int8_step<Bits, Rows>(data, zeros, x[step], partial);
+    }
+    const Floats scale = load_half(scales);
+    for (int r = 0; r < Rows; ++r) total[r] = fma(partial[r], scale, total[r]);
+    scales += kLanes;
+    if (zeros) zeros += kLanes;
+  }
+  for (int r = 0; r < Rows; ++r) write(op, token + r, tile, total[r]);
+}
+
+using Int8BlockFunction = void (*)(const qinfer_linear& op, int64_t token, int64_t tile);
+
+template <int Bits, int Rows = kRows>
+inline Int8BlockFunction int8_block_for(int64_t rows) {
   if constexpr (Rows == 1) {
-    return int8_block<Bits, 1, Tiles>;
+    return int8_block<Bits, 1>;
   } else {
-    return rows >= Rows ? int8_block<Bits, Rows, Tiles> : int8_block_for<Bits, Tiles, Rows - 1>(rows);
+    return rows >= Rows ? int8_block<Bits, Rows> : int8_block_for<Bits, Rows - 1>(rows);
   }
 }
 
 template <int Bits>
-void int8_unit(const qinfer_linear& op, int64_t begin, int64_t end, int64_t tile, int64_t tiles) {
+void int8_unit(const qinfer_linear& op, int64_t begin, int64_t end, int64_t tile, int64_t) {
   for (int64_t token = begin; token < end; token += kRows) {
-    const int64_t rows = end - token;
-    if (tiles == kTiles) {
-      int8_block_for<Bits, kTiles, kRows>(rows)(op, token, tile);
-    } else {
-      int8_block_for<Bits, 1, kRows>(rows)(op, token, tile);
-    }
+    int8_block_for<Bits>(end - token)(op, token, tile);
   }
 }
 
@@ -200,7 +193,7 @@ inline const float* panel(const qinfer_tiled_weight& w, int64_t tile, int64_t st
 // sums[r][t] += x[r] * panels[t] for kStep columns; `stride` lies between the rows of x.
 template <int Rows, int Tiles>
 inline void add_step(const float* const* panels, const float* x, int64_t stride,
-                     float (*sums)[kTiles * kLanes]) {
+                     float (*sums)[kFloatTiles * kLanes]) {
   Floats total[Rows][Tiles];
   for (int r = 0; r < Rows; ++r) {
     for (int t = 0; t < Tiles; ++t) total[r][t] = load(sums[r] + t * kLanes);
@@ -220,7 +213,7 @@ inline void add_step(const float* const* panels, const float* x, int64_t stride,
 }
 
 using AddStep = void (*)(const float* const* panels, const float* x, int64_t stride,
-                         float (*sums)[kTiles * kLanes]);
+                         float (*sums)[kFloatTiles * kLanes]);
 
 template <int Tiles, int Rows>
 inline AddStep add_step_for(int64_t rows) {
@@ -245,14 +238,14 @@ inline void gather(const qinfer_linear& op, int64_t token, int64_t rows, int64_t
 }
 
 void float_unit(const qinfer_linear& op, int64_t begin, int64_t end, int64_t tile, int64_t tiles) {
-  alignas(64) float sums[kMaxBlock][kTiles * kLanes];
+  alignas(64) float sums[kMaxBlock][kFloatTiles * kLanes];
   for (int64_t r = 0; r < end - begin; ++r) {
-    for (int i = 0; i < kTiles * kLanes; ++i) sums[r][i] = 0.0f;
+    for (int i = 0; i < kFloatTiles * kLanes; ++i) sums[r][i] = 0.0f;
   }
-  Panel rooms[kTiles];
+  Panel rooms[kFloatTiles];
   float gathered[kRows * kStep];
   for (int64_t step = 0; step < op.weight.in_features / kStep; ++step) {
-    const float* panels[kTiles];
+    const float* panels[kFloatTiles];
     for (int64_t t = 0; t < tiles; ++t) panels[t] = panel(op.weight, tile + t, step, rooms[t]);
     const int64_t first = step * kStep;
     const bool in_place = op.permutation == nullptr && first + kStep <= op.float_columns;
@@ -260,7 +253,7 @@ void float_unit(const qinfer_linear& op, int64_t begin, int64_t end, int64_t til
       const int64_t rows = smaller(kRows, end - token);
       const float* x = op.float_rows + token * op.float_stride + first;
       if (!in_place) gather(op, token, rows, first, gathered);
-      const AddStep function = tiles == kTiles ? add_step_for<kTiles, kRows>(rows)
+      const AddStep function = tiles == kFloatTiles ? add_step_for<kFloatTiles, kRows>(rows)
                                                : add_step_for<1, kRows>(rows);
       function(panels, in_place ? x : gathered, in_place ? op.float_stride : kStep,
                sums + (token - begin));
@@ -301,12 +294,13 @@ void linear(const void* args, int32_t thread, int32_t threads) {
   const Unit unit = unit_for(op);
   const int64_t block = block_tokens(op, tokens);
   const int64_t tiles = ceil_div(op.weight.out_features, kLanes);
-  const int64_t pairs = ceil_div(tiles, kTiles);
+  const int64_t unit_tiles = op.int8_rows ? 1 : kFloatTiles;
+  const int64_t pairs = ceil_div(tiles, unit_tiles);
   const int64_t units = pairs * ceil_div(tokens, block);
   // Units go token block by token block, so that a thread reads its part of the weights in order.
   for (int64_t i = units * thread / threads; i < units * (thread + 1) / threads; ++i) {
-    const int64_t begin = i / pairs * block, tile = i % pairs * kTiles;
-    unit(op, begin, smaller(tokens, begin + block), tile, smaller(kTiles, tiles - tile));
+    const int64_t begin = i / pairs * block, tile = i % pairs * unit_tiles;
+    unit(op, begin, smaller(tokens, begin + block), tile, smaller(unit_tiles, tiles - tile));
   }
 }
 

@@ -4,7 +4,7 @@
 //   Floats, Ints       16 float32, 16 int32
 //   Codes              4 columns x 16 rows of unsigned codes, in the order of the tiles
 //   Dot<bits>          the running dot product of a group of 32 columns, exact in integers
-//   kRows, kTiles      tokens and tiles whose sums are kept in registers together
+//   kRows, kFloatTiles      tokens and tiles whose sums are kept in registers together
 #pragma once
 
 #include <stdint.h>
@@ -28,7 +28,7 @@ inline int32_t load_quad(const int8_t* x) {
 #if defined(__AVX512VNNI__)
 
 constexpr int kRows = 8;
-constexpr int kTiles = 2;
+constexpr int kFloatTiles = 2;
 
 using Floats = __m512;
 using Ints = __m512i;
@@ -84,7 +84,7 @@ struct Dot {
 #elif defined(__AVX2__)
 
 constexpr int kRows = 4;
-constexpr int kTiles = 1;
+constexpr int kFloatTiles = 1;
 
 struct Floats {
   __m256 low, high;
@@ -209,7 +209,7 @@ struct Dot<8> {
 #else  // portable: loops over the lanes, for the compiler to vectorize
 
 constexpr int kRows = 4;
-constexpr int kTiles = 1;
+constexpr int kFloatTiles = 1;
 
 template <typename T>
 struct Lanes {

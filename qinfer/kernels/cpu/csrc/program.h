@@ -48,13 +48,20 @@ QINFER_API int32_t qinfer_run(const qinfer_op* ops, int64_t num_ops, int32_t thr
 //   code  = clamp(half_even(x / scale), +-127)   0 if the scale is 0 or NaN
 //   sum   = the sum of the group's codes
 // so x ~ code * scale, and a row that is not finite stays visibly broken. The last group of a row
-// is padded with zeros, so `columns` is a multiple of the group. int8.h is this formula in C++.
+// is padded with zeros. int8.h is this formula in C++.
+//
+// The layout is that in which the linear op reads: rows in blocks of QINFER_ROW_BLOCK (the last
+// one has room for all of them) and, within a block, one qinfer_int8_group per group of columns.
 #define QINFER_ACTIVATION_GROUP 32
+#define QINFER_ROW_BLOCK 8
+typedef struct qinfer_int8_group {
+  int8_t codes[8][QINFER_ROW_BLOCK][4];  // [column / 4][row][column % 4]
+  float scales[QINFER_ROW_BLOCK];
+  int32_t sums[QINFER_ROW_BLOCK];
+} qinfer_int8_group;
 typedef struct qinfer_int8_rows {
-  int8_t* codes;   // [rows, columns]
-  float* scales;   // [rows, columns / 32]
-  int32_t* sums;   // [rows, columns / 32], the sum of the group's codes
-  int64_t columns; // padded
+  qinfer_int8_group* groups;  // [rows / 8, columns / 32], aligned to 64 bytes
+  int64_t columns;            // padded to whole groups
 } qinfer_int8_rows;
 
 #ifdef __cplusplus
