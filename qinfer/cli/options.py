@@ -11,7 +11,14 @@ from typing import Any, TextIO
 
 import click
 
-from qinfer.engine.config import DEVICES, DTYPES, EngineConfig, parse_size
+from qinfer.engine.config import (
+    ACTIVATIONS,
+    DEVICES,
+    DTYPES,
+    LM_HEADS,
+    EngineConfig,
+    parse_size,
+)
 from qinfer.engine.request import SamplingParams
 from qinfer.errors import ConfigError
 from qinfer.schemes import KV_DTYPE_ALIASES, KV_SCHEMES
@@ -185,6 +192,14 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "seed": {
         "type": int,
         "help": "Of requests that bring none; different each time if not given.",
+    },
+    "activations": {
+        "type": click.Choice(ACTIVATIONS),
+        "help": "Inputs of quantized linears: int8 per token in groups of 32, or exact (float32).",
+    },
+    "lm_head": {
+        "type": click.Choice(LM_HEADS),
+        "help": "Head in INT8 per row, or as in the model; auto = int8 for quantized models.",
     },
 }
 

@@ -17,6 +17,8 @@ _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*$", re.IGNORECASE)
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
+ACTIVATIONS = ("int8", "exact")
+LM_HEADS = ("auto", "int8", "model")
 BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
 _KV_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -38,6 +40,10 @@ class EngineConfig:
         enable_prefix_caching: reuse the cache blocks of equal prefixes.
         seed: of requests that bring none; None = different each time.
         block_size: tokens per cache block.
+        activations: `int8` quantizes the inputs of quantized linears per token in groups of 32,
+            where the kernels can; `exact` leaves them as they are.
+        lm_head: `int8` rounds the head to INT8 per row at load, where the kernels can; `model`
+            keeps it; `auto` = `int8` for quantized checkpoints.
     """
 
     device: str = "auto"
@@ -51,6 +57,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     seed: int | None = None
     block_size: int = 16
+    activations: str = "int8"
+    lm_head: str = "auto"
 
     def __post_init__(self) -> None:
         """Refuse values that can never work, before anything is loaded.
@@ -58,10 +66,10 @@ class EngineConfig:
         Raises:
             ConfigError: naming the option.
         """
-        if self.device not in DEVICES:
-            raise ConfigError(f"device {self.device!r} is unknown; choose from {DEVICES}")
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype {self.dtype!r} is unknown; choose from {DTYPES}")
+        _check_choice("device", self.device, DEVICES)
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("activations", self.activations, ACTIVATIONS)
+        _check_choice("lm_head", self.lm_head, LM_HEADS)
         _check_positive("max_model_len", self.max_model_len)
         _check_positive("max_num_batched_tokens", self.max_num_batched_tokens)
         _check_positive("max_num_seqs", self.max_num_seqs)
@@ -150,6 +158,11 @@ def resolve(
         max_model_len=max_model_len,
         threads=config.threads or num_cores,
     )
+
+
+def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{name} {value!r} is unknown; choose from {', '.join(known)}")
 
 
 def _check_positive(name: str, value: int | None) -> None:

@@ -28,8 +28,8 @@ from qinfer.kernels.spec import KERNEL_DEVICES
 from qinfer.kvcache.layout import KVLayout
 from qinfer.kvcache.pool import KVPool
 from qinfer.models.config import ModelConfig
-from qinfer.models.decoder import Decoder
-from qinfer.models.load import load_decoder
+from qinfer.models.causal_lm import CausalLM
+from qinfer.models.native_load import LoadOptions, load_model
 from qinfer.models.tokenizer import Tokenizer, load_tokenizer
 from qinfer.schemes import parse_kv_dtype
 
@@ -63,7 +63,7 @@ class Engine:
     model_config: ModelConfig
     checkpoint: Checkpoint
     tokenizer: Tokenizer
-    decoder: Decoder
+    decoder: CausalLM
     pool: KVPool
     core: EngineCore
 
@@ -93,14 +93,19 @@ def load_engine(model: str | Path, config: EngineConfig, source: Source) -> Engi
     )
     check_weights_fit(resolved, checkpoint.total_bytes, _free_bytes(resolved))
     tokenizer = load_tokenizer(path, chat_template=source.chat_template)
-    _set_threads(resolved)
-    decoder = load_decoder(
+    decoder = load_model(
         checkpoint,
-        dtype=resolved.dtype,
-        device=resolved.device,
-        max_positions=resolved.max_model_len,
-        progress=source.on_load,
+        LoadOptions(
+            dtype=resolved.dtype,
+            device=resolved.device,
+            max_positions=resolved.max_model_len,
+            threads=resolved.threads or 1,
+            activations=resolved.activations,
+            lm_head=resolved.lm_head,
+            progress=source.on_load,
+        ),
     )
+    _set_threads(resolved, decoder)
     layout = cache_layout(model_config, resolved)
     plan = plan_pool(
         resolved,
@@ -191,7 +196,12 @@ def _free_bytes(config: EngineConfig) -> int:
     return host.available_memory() if config.device == "cpu" else torch.cuda.mem_get_info()[0]
 
 
-def _set_threads(config: EngineConfig) -> None:
-    """Give torch the threads; a process-wide setting, on which no result depends."""
-    if config.threads is not None and torch.get_num_threads() != config.threads:
-        torch.set_num_threads(config.threads)
+def _set_threads(config: EngineConfig, decoder: CausalLM) -> None:
+    """Give torch the threads; a process-wide setting, on which no result depends.
+
+    Where torch does not compute the layers it gets one: its idle threads spin for a while, and
+    would take the cores from those that do.
+    """
+    threads = (config.threads or 1) if decoder.uses_torch else 1
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)

@@ -6,7 +6,7 @@ import torch
 
 from qinfer.kvcache.inputs import ModelInputs, ModelOutput
 from qinfer.kvcache.pool import KVPool
-from qinfer.models.decoder import Decoder
+from qinfer.models.causal_lm import CausalLM
 
 
 class ModelRunner(Protocol):
@@ -29,7 +29,7 @@ class Runner:
         pool: its cache, whose blocks the scheduler's block manager hands out.
     """
 
-    def __init__(self, decoder: Decoder, pool: KVPool) -> None:
+    def __init__(self, decoder: CausalLM, pool: KVPool) -> None:
         self.decoder = decoder
         self.pool = pool
 

@@ -30,6 +30,11 @@ class CausalLM(Protocol):
         ...
 
     @property
+    def uses_torch(self) -> bool:
+        """Whether torch's threads compute the layers."""
+        ...
+
+    @property
     def max_positions(self) -> int:
         """Positions that a sequence may have."""
         ...

@@ -160,6 +160,11 @@ class Decoder:
         self._step_makers: dict[KVLayout, StepMaker] = {}
 
     @property
+    def uses_torch(self) -> bool:
+        """Whether torch's threads compute the layers."""
+        return True
+
+    @property
     def max_positions(self) -> int:
         """Positions that the rotary table covers."""
         return self._rotary.length

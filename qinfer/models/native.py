@@ -65,6 +65,11 @@ class NativeDecoder:
         self._last: RecordedStep | None = None
 
     @property
+    def uses_torch(self) -> bool:
+        """Whether torch's threads compute the layers."""
+        return False
+
+    @property
     def max_positions(self) -> int:
         """Positions that the rotary table covers."""
         return self._rotary.length

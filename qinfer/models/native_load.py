@@ -33,8 +33,6 @@ from qinfer.models.native_layer import NativeGroup, NativeLayer
 from qinfer.models.rope import RotaryTable
 from qinfer.schemes import WeightScheme
 
-ACTIVATIONS = ("int8", "exact")
-LM_HEADS = ("auto", "int8", "model")
 _ARENA_BYTES = 64 << 20
 _log = logging.getLogger(__name__)
 

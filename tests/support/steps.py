@@ -8,8 +8,8 @@ import torch
 from qinfer.kvcache.inputs import ModelInputs
 from qinfer.kvcache.layout import KVLayout
 from qinfer.kvcache.pool import KVPool
+from qinfer.models.causal_lm import CausalLM
 from qinfer.models.config import ModelConfig
-from qinfer.models.decoder import Decoder
 from qinfer.schemes import parse_kv_dtype
 
 
@@ -57,14 +57,14 @@ def make_inputs(chunks: Sequence[Chunk], block_size: int = 16) -> ModelInputs:
 
 
 def run_chunked(
-    decoder: Decoder, ids: Sequence[int], sizes: Sequence[int], pool: KVPool, blocks: Sequence[int]
+    decoder: CausalLM, ids: Sequence[int], sizes: Sequence[int], pool: KVPool, blocks: Sequence[int]
 ) -> torch.Tensor:
     """Feed one sequence in chunks of `sizes` tokens; return the logits of all its tokens."""
     rows, done = [], 0
     for size in sizes:
         chunk = Chunk(ids[done : done + size], done, blocks)
         inputs = make_inputs([chunk], pool.layout.block_size)
-        rows.append(decoder.forward(inputs, pool).logits)
+        rows.append(decoder.forward(inputs, pool).logits.clone())
         done += size
     assert done == len(ids)
     return torch.cat(rows)

@@ -1,0 +1,201 @@
+"""The recorded C++ program against the reference decoder and transformers."""
+
+import logging
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import write_tiny
+from support.decoders import IDS, VARIANTS, oracle
+from support.steps import Chunk, layout_of, make_inputs, run_chunked
+
+from qinfer.checkpoint.reader import open_checkpoint
+from qinfer.errors import CapacityError
+from qinfer.kernels.cpu import native
+from qinfer.kvcache.pool import KVPool
+from qinfer.models.causal_lm import CausalLM
+from qinfer.models.decoder import Decoder
+from qinfer.models.load import load_decoder
+from qinfer.models.native import NativeDecoder
+from qinfer.models.native_load import LoadOptions, int8_rows, load_model
+from qinfer.quant.pipeline import quantize
+
+pytestmark = pytest.mark.skipif(
+    native.load() is None, reason="the C++ library was not built (no compiler at installation)"
+)
+
+
+def load(path: Path, **options: object) -> CausalLM:
+    settings = LoadOptions(**({"dtype": "float32"} | options))  # type: ignore[arg-type] # a test's shorthand
+    return load_model(open_checkpoint(path), settings)
+
+
+def logits_of(decoder: CausalLM, sizes: list[int], kv_dtype: str = "fp32") -> torch.Tensor:
+    pool = KVPool(layout_of(decoder.config, kv_dtype), 8)
+    return run_chunked(decoder, IDS[: sum(sizes)], sizes, pool, [3, 0, 7, 1, 2, 5, 4, 6])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_those_of_transformers(variant: str, tmp_path: Path) -> None:
+    family, overrides = VARIANTS[variant]
+    path = write_tiny(tmp_path / "model", family, **overrides)
+    decoder = load(path, threads=2)
+    assert isinstance(decoder, NativeDecoder)
+    expected = oracle(path, IDS)
+    assert (logits_of(decoder, [len(IDS)]) - expected).abs().max() < 1e-4
+
+
+def test_real_model_equals_transformers(smollm2: Path) -> None:
+    ids = list(range(100, 180))
+    decoder = load(smollm2)
+    pool = KVPool(layout_of(decoder.config), 5)
+    logits = run_chunked(decoder, ids, [len(ids)], pool, range(5))
+    assert (logits - oracle(smollm2, ids)).abs().max() < 1e-4
+
+
+INT4: dict[str, Any] = {"weights": "int4", "group_size": 32}
+SCHEMES: dict[str, dict[str, Any]] = {
+    "int4": INT4,
+    "int4 asym": {"weights": "int4", "group_size": 64, "asym": True},
+    "int8 channel": {"weights": "int8", "group_size": -1},
+    "int8 asym": {"weights": "int8", "group_size": 32, "asym": True},
+    "mixed": INT4 | {"overrides": (".*v_proj=bits:8", ".*k_proj=skip", r"1\.mlp.*=skip")},
+}
+
+
+def quantized(source: Path, options: dict[str, Any]) -> Path:
+    """Round the linears of a checkpoint; returns the new directory beside it."""
+    out = source.with_name("quantized")
+    quantize(source, out, algorithm="rtn", kv_cache_dtype="none", **options)
+    return out
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_quantized_models_equal_the_reference_and_int8_activations_come_close(
+    scheme: str, tmp_path: Path
+) -> None:
+    path = quantized(write_tiny(tmp_path / "source", "qwen2"), SCHEMES[scheme])
+    reference = load_decoder(open_checkpoint(path), dtype="float32")
+    expected = logits_of(reference, [50])
+    exact = logits_of(load(path, activations="exact", lm_head="model"), [50])
+    assert (exact - expected).abs().max() < 1e-4
+    rounded = logits_of(load(path, lm_head="model"), [50])
+    error = (rounded - expected).norm() / expected.norm()
+    assert 0 < error < 0.02
+    with_head = logits_of(load(path, activations="exact"), [50])
+    assert 0 < (with_head - expected).norm() / expected.norm() < 0.02
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp32", "fp16", "bf16", "fp8_e4m3", "int8"])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_k06_chunks_change_neither_cache_nor_logits(
+    tmp_path: Path, kv_dtype: str, rounded: bool
+) -> None:
+    path = write_tiny(tmp_path / "source")
+    if rounded:
+        path = quantized(path, INT4)
+    decoder = load(path, threads=2)
+    blocks = [3, 0, 2, 5]
+    reference_pool = KVPool(layout_of(decoder.config, kv_dtype), 6)
+    expected = run_chunked(decoder, IDS[:50], [50], reference_pool, blocks)
+    for sizes in ([16, 16, 16, 2], [7] * 7 + [1], [1] * 50, [33, 17]):
+        pool = KVPool(layout_of(decoder.config, kv_dtype), 6)
+        assert torch.equal(run_chunked(decoder, IDS[:50], sizes, pool, blocks), expected)
+        for one, other in zip(pool.snapshot(blocks), reference_pool.snapshot(blocks), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_e02_neither_batch_mates_nor_threads_change_a_bit(tmp_path: Path, threads: int) -> None:
+    source = write_tiny(tmp_path / "source", "mistral", sliding_window=20, head_dim=36)
+    path = quantized(source, SCHEMES["int8 channel"] | {"on_misfit": "skip"})
+    decoder = load(path, threads=threads)
+    single = load(path, threads=1)
+    lengths = [1, 5, 16, 17, 31, 40, 64, 3, 90, 2, 8, 11, 50, 33, 12, 7]
+    prompts = [IDS[-length:] for length in lengths]
+    pool = KVPool(layout_of(decoder.config, "int8"), 6 * len(prompts))
+    chunks = [Chunk(ids, 0, range(6 * i, 6 * i + 6)) for i, ids in enumerate(prompts)]
+    logits = decoder.forward(make_inputs(chunks), pool).logits
+    bounds = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    for (begin, end), prompt in zip(pairwise(bounds), prompts, strict=True):
+        alone = KVPool(layout_of(decoder.config, "int8"), 6)
+        expected = run_chunked(single, prompt, [len(prompt)], alone, range(6))
+        assert torch.equal(logits[begin:end], expected)
+
+
+def test_two_pools_and_growing_steps_are_kept_apart(tiny_llama: Path) -> None:
+    decoder = load(tiny_llama)
+    first, second = (KVPool(layout_of(decoder.config, kv), 6) for kv in ("int8", "fp32"))
+    expected = [run_chunked(decoder, IDS[:40], [40], pool, range(6)) for pool in (first, second)]
+    for _ in range(2):
+        for pool, logits in zip((first, second), expected, strict=True):
+            assert torch.equal(run_chunked(decoder, IDS[:40], [3, 37], pool, range(6)), logits)
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp32", "int8", "fp8_e4m3"])
+def test_non_finite_rows_name_their_layer_and_spare_their_mates(
+    tmp_path: Path, kv_dtype: str
+) -> None:
+    decoder = load(write_tiny(tmp_path / "model"))
+    assert isinstance(decoder, NativeDecoder)
+    decoder._weights.embedding[7] = torch.inf
+    pool = KVPool(layout_of(decoder.config, kv_dtype), 4)
+    chunks = [Chunk([7, 1, 2], 0, [0]), Chunk([1, 2, 3], 0, [1])]
+    output = decoder.forward(make_inputs(chunks), pool)
+    assert output.bad_layers.tolist() == [0, 0, 0, -1, -1, -1]
+    assert output.logits[3:].isfinite().all()
+
+
+def test_a_sequence_beyond_the_planned_context_is_refused(tiny_llama: Path) -> None:
+    decoder = load(tiny_llama, max_positions=32)
+    pool = KVPool(layout_of(decoder.config), 4)
+    with pytest.raises(CapacityError, match="40 tokens exceeds the 32"):
+        decoder.forward(make_inputs([Chunk(IDS[:40], 0, range(4))]), pool)
+
+
+def test_what_the_program_cannot_run_falls_back_and_says_so(
+    tiny_llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        decoder = load(tiny_llama, dtype="float16")
+    assert isinstance(decoder, Decoder)
+    assert "float16 was asked for" in caplog.text
+
+
+def test_without_the_library_the_reference_runs(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native, "load", lambda: None)
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(load(tiny_llama), Decoder)
+    assert "the C++ library is not installed" in caplog.text
+
+
+def test_m03_bytes_count_every_form_of_the_weights(smollm2: Path) -> None:
+    plain = load(smollm2, dtype="auto")
+    with_head = load(smollm2, dtype="auto", lm_head="int8")
+    embedding = 49152 * 576
+    assert plain.memory_bytes > with_head.memory_bytes
+    assert plain.memory_bytes - with_head.memory_bytes == pytest.approx(embedding, rel=0.01)
+
+
+def test_int8_rows_round_to_the_nearest_of_their_scale() -> None:
+    weight = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
+    weight[2] = 0
+    rounded = int8_rows(weight)
+    error = (rounded.dequantize() - weight).abs()
+    assert (error <= rounded.scales.float() * 0.51).all()
+    assert (rounded.dequantize()[2] == 0).all()
+
+
+def test_kernel_rows_tell_the_kind_of_activations(tmp_path: Path) -> None:
+    path = quantized(write_tiny(tmp_path / "source"), INT4)
+    layout = layout_of(load(path).config, "int8")
+    kernels = {row.layer: row.kernel for row in load(path).kernels(layout)}
+    assert kernels["model.layers.0.mlp.down_proj"] == "cpu.int8"
+    assert kernels["lm_head"] == "cpu.int8"
+    assert kernels["attention"] == "cpu.paged"
+    exact = load(path, activations="exact").kernels(layout)
+    assert {row.kernel for row in exact} == {"cpu.exact", "cpu.paged"}
