@@ -35,7 +35,7 @@ QUANTIZE: dict[str, Any] = {
 }
 KV_CACHE_DTYPES = ("fp16", "int8", "fp8_e4m3")
 WINDOW, NUM_WINDOWS = 512, 8
-SPEED = SpeedOptions(input_len=128, output_len=16, concurrency=(1, 4), num_requests=2)
+SPEED = SpeedOptions(input_len=64, output_len=16, concurrency=(1, 4), num_requests=2)
 
 _NAME = "SmolLM2-135M"
 _FLOOR = (
