@@ -43,6 +43,7 @@ class EvalSection(_Section):
 
     kv_cache_dtypes: tuple[str, ...] = Field(default=("auto",), min_length=1, strict=False)
     baseline_kv_cache_dtype: str = "auto"
+    baseline_dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
     text: str | None = None
     window: Annotated[int, Field(ge=2)] = 512
     stride: Count | None = None

@@ -128,11 +128,10 @@ def _speed_line(record: EvaluationRecord) -> str:
 
 
 def _name_columns(record: EvaluationRecord) -> list[str]:
-    """Leave the model's name out where the weights tell the models apart."""
-    models = {row.model for row in record.rows}
+    """Leave the model's name out where each kind of weights belongs to one model only."""
     pairs = {(row.model, row.weights) for row in record.rows}
-    weights = {row.weights for row in record.rows}
-    return ["weights"] if len(pairs) == len(models) == len(weights) else ["model", "weights"]
+    kinds = {row.weights for row in record.rows}
+    return ["weights"] if len(pairs) == len(kinds) else ["model", "weights"]
 
 
 def _names(row: EvaluationRow, columns: list[str]) -> list[str]:

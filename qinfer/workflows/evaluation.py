@@ -58,6 +58,7 @@ class EvaluationOptions:
         memory: total bytes for each model; None = what the device has free.
         revision: branch, tag or commit of hub models.
         speed: what to time; None = quality and sizes only.
+        time_baseline: time the baseline too.
         labels: names for the reports: the baseline's, then those of the models; None = the last
             part of each, or all of it where that would be ambiguous.
         isolate: one process per row. Without it rows are faster to start, but share a process, so
@@ -79,6 +80,7 @@ class EvaluationOptions:
     memory: int | str | None = None
     revision: str | None = None
     speed: SpeedOptions | None = field(default_factory=SpeedOptions)
+    time_baseline: bool = True
     labels: Sequence[str] | None = None
     isolate: bool = True
     same_method_as: Method | None = None
@@ -224,7 +226,8 @@ class _Plan:
         )
 
     def job(self, path: Path, engine: dict[str, Any], rows: Path, vocab: int | None) -> RowJob:
-        """Return the job of a row."""
+        """Return the job of a row; without the vocabulary's size it is the baseline's."""
+        timed = vocab is not None or self.options.time_baseline
         return RowJob(
             model=str(path),
             engine=engine,
@@ -232,7 +235,7 @@ class _Plan:
             first_scored=tuple(window.first_scored for window in self.windows),
             rows_path=str(rows),
             vocab_size=vocab,
-            speed=self.options.speed,
+            speed=self.options.speed if timed else None,
         )
 
     def _encode(self, tokenizer: Tokenizer) -> list[int]:
@@ -285,9 +288,10 @@ class _Session:
         base = self._rows[0].result
         if self._method is None:
             raise RuntimeError("the baseline was not measured")
+        methods = [item.result.speed_method for item in self._rows]
         return EvaluationRecord(
             method=self._method,
-            speed_method=base.speed_method,
+            speed_method=next(filter(None, methods), None),
             environment=describe(device=base.device, threads=base.threads),
             rows=tuple(
                 _row(self._method, self._plan.windows, item, base.scores(), first=index == 0)

@@ -96,6 +96,7 @@ def evaluation_options(recipe: Recipe) -> dict[str, Any]:
     return {
         "kv_cache_dtypes": section.kv_cache_dtypes,
         "baseline_kv_cache_dtype": section.baseline_kv_cache_dtype,
+        "baseline_dtype": section.baseline_dtype,
         "text": None if section.text is None else Path(section.text),
         "window": section.window,
         "stride": section.stride,

@@ -22,7 +22,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "QUANTIZE", demo.QUANTIZE | {"num_samples": 2, "seq_len": 64})
 
 
-def test_six_rows_twice_with_the_checkpoint_reused(tiny_llama: Path, tmp_path: Path) -> None:
+def test_all_rows_twice_with_the_checkpoint_reused(tiny_llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "demo"
     stages: list[str] = []
     first = run_demo(
@@ -33,8 +33,11 @@ def test_six_rows_twice_with_the_checkpoint_reused(tiny_llama: Path, tmp_path: P
     )
     rows = [(row.weights, row.kv_cache_dtype) for row in first.record.evaluation.rows]
     kinds = ("fp16", "int8", "fp8_e4m3")
-    assert rows == [(w, kv) for w in ("fp32", "int4 g64 sym") for kv in kinds]
+    models = ("fp32", "int4 g64 sym")
+    assert rows == [("fp32", "fp32"), *((w, kv) for w in models for kv in kinds)]
     assert first.record.evaluation.rows[0].baseline
+    assert [bool(row.speed) for row in first.record.evaluation.rows] == [False] + 6 * [True]
+    assert first.record.evaluation.speed_method is not None
     assert not first.record.quantization.reused
     assert any("training" in note for note in first.record.notes)
     assert "model" in stages

@@ -10,6 +10,7 @@ import torch
 import transformers
 from support.checkpoints import write_tiny
 
+import qinfer
 from qinfer.engine.llm import LLM
 from qinfer.errors import CheckpointError, ConfigError, MethodMismatchError
 from qinfer.quality.perplexity import cut_windows, perplexity
@@ -273,3 +274,7 @@ def test_a_bos_token_is_added_where_asked(tiny_llama: Path, text: Path) -> None:
     assert record.method.tokens_scored == 4 * 47
     assert math.isfinite(record.rows[0].quality.perplexity)
     assert replace(record.method, bos=False) != record.method
+
+
+def test_the_public_name_is_the_function_whatever_was_imported() -> None:
+    assert qinfer.evaluate is evaluate
