@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "active.h"
+#include "ops.h"
 
 namespace qinfer {
 namespace {
@@ -60,9 +61,74 @@ bool valid(const qinfer_weight& w) {
   return w.group_size > 0 && w.num_groups >= (w.in_features + w.group_size - 1) / w.group_size;
 }
 
+template <typename... Pointers>
+bool given(const Pointers*... pointers) {
+  return (... && (pointers != nullptr));
+}
+
+bool holds(const qinfer_int8_rows& rows, int64_t size) {
+  return given(rows.groups) && rows.columns >= size &&
+         rows.columns % QINFER_ACTIVATION_GROUP == 0;
+}
+
+// The outputs of an op that writes rows of `size` as float32, quantized, or both.
+bool written(const float* out, const qinfer_int8_rows* int8_rows, int64_t size) {
+  return size > 0 && (out != nullptr || int8_rows != nullptr) &&
+         (int8_rows == nullptr || holds(*int8_rows, size));
+}
+
+bool valid(const qinfer_embed& op) {
+  return given(op.table, op.token_ids, op.out, op.num_tokens) && op.hidden > 0 &&
+         (op.dtype == QINFER_FLOAT32 || op.dtype == QINFER_BFLOAT16);
+}
+
+bool valid(const qinfer_norm& op) {
+  return given(op.x, op.weight, op.num_tokens) && written(op.out, op.int8_rows, op.size);
+}
+
+bool valid(const qinfer_silu_mul& op) {
+  return given(op.x, op.num_tokens) && written(op.out, op.int8_rows, op.size);
+}
+
+bool valid(const qinfer_quantize& op) {
+  return given(op.x, op.num_tokens) && written(nullptr, op.int8_rows, op.size);
+}
+
+bool valid(const qinfer_gather& op) {
+  return given(op.x, op.rows, op.out, op.num_rows) && op.size > 0;
+}
+
+bool valid(const qinfer_argmax& op) {
+  return given(op.x, op.out, op.num_rows) && op.size > 0;
+}
+
+template <typename Args>
+bool valid_as(const qinfer_op& op) {
+  return valid(*static_cast<const Args*>(op.args));
+}
+
+// native.py and program.py describe these structs to ctypes; their tests name the same sizes.
+static_assert(sizeof(qinfer_op) == 16 && sizeof(qinfer_int8_rows) == 16, "see program.py");
+static_assert(sizeof(qinfer_embed) == 48 && sizeof(qinfer_norm) == 64, "see program.py");
+static_assert(sizeof(qinfer_silu_mul) == 48 && sizeof(qinfer_quantize) == 40, "see program.py");
+static_assert(sizeof(qinfer_gather) == 40 && sizeof(qinfer_argmax) == 32, "see program.py");
+
 }  // namespace
 
 const Kernels* active() { return chosen(); }
+
+bool valid_op(const qinfer_op& op) {
+  if (op.args == nullptr) return false;
+  switch (op.kind) {
+    case QINFER_OP_EMBED: return valid_as<qinfer_embed>(op);
+    case QINFER_OP_NORM: return valid_as<qinfer_norm>(op);
+    case QINFER_OP_SILU_MUL: return valid_as<qinfer_silu_mul>(op);
+    case QINFER_OP_QUANTIZE: return valid_as<qinfer_quantize>(op);
+    case QINFER_OP_GATHER: return valid_as<qinfer_gather>(op);
+    case QINFER_OP_ARGMAX: return valid_as<qinfer_argmax>(op);
+    default: return op.kind > 0 && op.kind < QINFER_OP_KINDS;
+  }
+}
 
 }  // namespace qinfer
 

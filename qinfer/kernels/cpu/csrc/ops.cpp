@@ -15,7 +15,6 @@ namespace {
 
 constexpr int64_t kChunk = 512;  // columns at a time: a few KiB on the stack, inside the L1 cache
 constexpr int64_t kLanes = 32;   // partial sums of a row
-constexpr int64_t kStep = 64;    // columns that threads do not cut: a cache line of codes
 
 inline int64_t at_most(int64_t value, int64_t limit) { return value < limit ? value : limit; }
 
@@ -27,14 +26,17 @@ struct Share {
   int64_t column_end;
 };
 
-// Many rows are cut by rows; of few, every thread takes a part of each, so that none is idle.
+// Many rows are cut between blocks of rows, in which they are stored quantized; of few rows every
+// thread takes some groups of columns, so that none is idle.
 inline Share share(int64_t rows, int64_t columns, int32_t thread, int32_t threads) {
-  if (rows >= 4 * threads) {
-    return {rows * thread / threads, rows * (thread + 1) / threads, 0, columns};
+  const int64_t blocks = (rows + QINFER_ROW_BLOCK - 1) / QINFER_ROW_BLOCK;
+  if (blocks >= 4 * threads) {
+    return {blocks * thread / threads * QINFER_ROW_BLOCK,
+            at_most(blocks * (thread + 1) / threads * QINFER_ROW_BLOCK, rows), 0, columns};
   }
-  const int64_t steps = (columns + kStep - 1) / kStep;
-  return {0, rows, at_most(steps * thread / threads * kStep, columns),
-          at_most(steps * (thread + 1) / threads * kStep, columns)};
+  const int64_t groups = (columns + kGroup - 1) / kGroup;
+  return {0, rows, at_most(groups * thread / threads * kGroup, columns),
+          at_most(groups * (thread + 1) / threads * kGroup, columns)};
 }
 
 // e^x to about one unit in the last place (the polynomial of Cephes' expf); at least e^-87, and

@@ -126,8 +126,8 @@ class Team {
 
   int32_t size() const { return size_; }
 
-  // Runs a job of at least one op. No member reads a job after its last barrier, so the next call
-  // may overwrite it.
+  // Runs a job of at least one op. Every member has copied it before the first barrier, so the next
+  // call may overwrite it.
   void run(const Job& job) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -148,7 +148,10 @@ class Team {
   }
 
   void serve(int32_t thread) {
-    for (uint64_t seen = 0; await(seen); ++seen) work(thread, job_);
+    for (uint64_t seen = 0; await(seen); ++seen) {
+      const Job job = job_;
+      work(thread, job);
+    }
   }
 
   // Waits for the job after the `seen`-th, at first awake and then asleep; false = stop.
@@ -209,9 +212,9 @@ bool prepare() {
   return true;
 }
 
-bool known(const qinfer_op* ops, int64_t num_ops) {
+bool valid_program(const qinfer_op* ops, int64_t num_ops) {
   for (int64_t i = 0; i < num_ops; ++i) {
-    if (ops[i].kind <= 0 || ops[i].kind >= QINFER_OP_KINDS || ops[i].args == nullptr) return false;
+    if (!valid_op(ops[i])) return false;
   }
   return true;
 }
@@ -228,7 +231,7 @@ void run_alone(const Job& job) {
 
 extern "C" int32_t qinfer_run(const qinfer_op* ops, int64_t num_ops, int32_t threads) {
   if (num_ops < 0 || (num_ops > 0 && ops == nullptr) || threads < 1 ||
-      threads > QINFER_MAX_THREADS || !qinfer::known(ops, num_ops)) {
+      threads > QINFER_MAX_THREADS || !qinfer::valid_program(ops, num_ops)) {
     return QINFER_BAD_ARGUMENT;
   }
   if (num_ops == 0) return QINFER_OK;
