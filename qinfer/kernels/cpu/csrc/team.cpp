@@ -28,9 +28,9 @@
 namespace qinfer {
 namespace {
 
-// Spins before a waiting thread lets others run, a few microseconds: the thread that it waits for
+// Spins before a waiting thread lets others run, about two microseconds: the thread that it waits for
 // may need this very core.
-constexpr int kSpins = 200;
+constexpr int kSpins = 64;
 
 // How long a member goes on looking for the next program before it sleeps. Decoding calls again and
 // again, and to wake a sleeping core takes longer than several ops.
