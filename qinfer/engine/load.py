@@ -27,8 +27,8 @@ from qinfer.engine.scheduler import Scheduler
 from qinfer.kernels.spec import KERNEL_DEVICES
 from qinfer.kvcache.layout import KVLayout
 from qinfer.kvcache.pool import KVPool
-from qinfer.models.config import ModelConfig
 from qinfer.models.causal_lm import CausalLM
+from qinfer.models.config import ModelConfig
 from qinfer.models.native_load import LoadOptions, load_model
 from qinfer.models.tokenizer import Tokenizer, load_tokenizer
 from qinfer.schemes import parse_kv_dtype

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from qinfer.kernels.cpu import paged
-from qinfer.kernels.cpu.program import Program
+from qinfer.kernels.cpu.program import Norm, Program
 from qinfer.kernels.spec import AttnSpec
 from qinfer.kvcache.inputs import ModelInputs, ModelOutput
 from qinfer.kvcache.layout import KVLayout
@@ -18,7 +18,12 @@ from qinfer.kvcache.pool import KVPool
 from qinfer.models.config import ModelConfig
 from qinfer.models.layers import KernelRow
 from qinfer.models.native_index import StepIndex
-from qinfer.models.native_layer import NativeAttention, NativeGroup, NativeLayer, Recording
+from qinfer.models.native_layer import (
+    NativeAttention,
+    NativeGroup,
+    NativeLayer,
+    Recording,
+)
 from qinfer.models.rope import RotaryTable
 from qinfer.models.step import attention_specs, describe_attention
 
@@ -103,8 +108,9 @@ class NativeDecoder:
         """
         step = self._step(inputs, pool)
         step.index.load(inputs, self.max_positions)
-        step.bad_layers.fill_(-1)
-        step.program.run(self._threads)
+        step.tokens.bad_layers.fill_(-1)
+        step.rows.bad_layers.fill_(-1)
+        step.tokens.program.run(self._threads)
         return step.output(inputs.logit_rows, self.config.num_layers)
 
     def _step(self, inputs: ModelInputs, pool: KVPool) -> "RecordedStep":
@@ -130,9 +136,9 @@ class NativeDecoder:
         program.embed(weights.embedding, index.token_ids, hidden, index.num_tokens)
         for position, layer in enumerate(weights.layers):
             layer.record(recording, hidden, attention[layer.window], pool.layer(position))
-        logits = self._record_head(program, index, hidden)
-        bad_layers = torch.full((max_tokens,), -1)
-        return RecordedStep(pool, index, program, logits, bad_layers)
+        rows = Recording(program, max_rows, index.num_rows)
+        logits = self._record_head(rows, index, hidden)
+        return RecordedStep(pool, index, recording, rows, logits)
 
     def _attention(self, layout: KVLayout, index: StepIndex) -> dict[int | None, NativeAttention]:
         """Return what attention needs, by sliding window."""
@@ -144,16 +150,14 @@ class NativeDecoder:
             for spec in specs
         }
 
-    def _record_head(
-        self, program: Program, index: StepIndex, hidden: torch.Tensor
-    ) -> torch.Tensor:
+    def _record_head(self, rows: Recording, index: StepIndex, hidden: torch.Tensor) -> torch.Tensor:
         """Write down the final norm and the head of the wanted rows; returns their logits."""
-        weights = self._weights
-        recording = Recording(program, index.max_rows, index.num_rows)
-        wanted = recording.floats("wanted", self.config.hidden_size)
-        program.gather(hidden, index.logit_rows, wanted, index.num_rows)
-        feed = recording.norm(wanted, weights.norm, self.config.rms_norm_eps, weights.head)
-        return recording.linears(weights.head, feed)
+        weights, config = self._weights, self.config
+        wanted = rows.floats("wanted", config.hidden_size)
+        rows.program.gather(hidden, index.logit_rows, wanted, index.num_rows)
+        norm = Norm(weights.norm, config.rms_norm_eps)
+        feed = rows.norm(wanted, norm, weights.head, config.num_layers - 1)
+        return rows.linears(weights.head, feed)
 
     def _specs(self, layout: KVLayout) -> list[AttnSpec]:
         return attention_specs(self.config, layout, torch.float32, self.device)
@@ -166,16 +170,16 @@ class RecordedStep:
     Args:
         pool: the cache that it writes and reads.
         index: the step's index tensors.
-        program: all ops of a step.
+        tokens: the part of the program that runs on all tokens.
+        rows: the part that runs on the wanted rows; the same program.
         logits: float32 `[max_rows, vocab]`.
-        bad_layers: int64 `[max_tokens]`, the first layer at which a token was not finite, or -1.
     """
 
     pool: KVPool
     index: StepIndex
-    program: Program
+    tokens: Recording
+    rows: Recording
     logits: torch.Tensor
-    bad_layers: torch.Tensor
 
     def holds(self, num_tokens: int, num_rows: int) -> bool:
         """Tell whether a step of this size fits."""
@@ -184,7 +188,8 @@ class RecordedStep:
     def output(self, rows: torch.Tensor, num_layers: int) -> ModelOutput:
         """Return the results of the last run."""
         logits = self.logits[: rows.numel()]
-        bad = self.bad_layers[rows]
+        bad = self.tokens.bad_layers[rows]
+        bad = torch.where(bad < 0, self.rows.bad_layers[: rows.numel()], bad)
         finite = logits.sum(-1, dtype=torch.float32).isfinite()
         if not finite.all():
             bad[~finite & (bad < 0)] = num_layers

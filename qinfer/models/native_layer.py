@@ -5,13 +5,13 @@ gated MLP. It owns the activations that the ops of all layers share.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from qinfer.formats.weight import QuantizedWeight
 from qinfer.kernels.cpu import paged, tiled
-from qinfer.kernels.cpu.program import Int8Buffer, Program
+from qinfer.kernels.cpu.program import Int8Buffer, Norm, Program, Watch
 from qinfer.kernels.spec import AttnSpec, PagedKV
 from qinfer.models.config import ModelConfig
 from qinfer.models.decoder import DOWN, GATE_UP, OUTPUT, QKV
@@ -132,6 +132,7 @@ class Recording:
 
     def __init__(self, program: Program, max_tokens: int, num_tokens: torch.Tensor) -> None:
         self.program = program
+        self.bad_layers = torch.full((max_tokens,), -1)  # see `kernels.cpu.program.Watch`
         self.max_tokens = max_tokens
         self.num_tokens = num_tokens
         self._floats: dict[tuple[str, int], torch.Tensor] = {}
@@ -154,12 +155,13 @@ class Recording:
         floats = self.floats(name, columns) if group.reads_floats else None
         return Feed(floats, tuple(self._int8[key] for key in keys))
 
-    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, group: NativeGroup) -> Feed:
-        """Normalize `x` for a group."""
+    def norm(self, x: torch.Tensor, norm: Norm, group: NativeGroup, layer: int) -> Feed:
+        """Normalize `x`, the output of `layer`, for a group; notes rows that are not finite."""
         feed = self.feed("normed", group)
         first, order = _first(feed, group)
+        watched = replace(norm, watch=Watch(self.bad_layers, layer))
         self.program.norm(
-            x, weight, eps, self.num_tokens, out=feed.floats, int8=first, permutation=order
+            x, watched, self.num_tokens, out=feed.floats, int8=first, permutation=order
         )
         self._quantize_others(feed, group)
         return feed
@@ -259,7 +261,7 @@ class NativeLayer:
         int8_activations: bool,
         allocate: tiled.Allocate = tiled.aligned_bytes,
     ) -> None:
-        self.eps = config.rms_norm_eps
+        self.index = layer
         self.window = config.windows[layer]
         plain = {name: w.float() for name, w in weights.items() if isinstance(w, torch.Tensor)}
 
@@ -274,8 +276,8 @@ class NativeLayer:
 
         self._qkv, self.output = group(*QKV), group(OUTPUT)
         self._gate_up, self._down = group(*GATE_UP), group(DOWN)
-        self._input_norm = plain["input_layernorm.weight"]
-        self._mlp_norm = plain["post_attention_layernorm.weight"]
+        self._input_norm = Norm(plain["input_layernorm.weight"], config.rms_norm_eps)
+        self._mlp_norm = Norm(plain["post_attention_layernorm.weight"], config.rms_norm_eps)
         self._q_norm = plain.get("self_attn.q_norm.weight")
         self._k_norm = plain.get("self_attn.k_norm.weight")
 
@@ -287,7 +289,7 @@ class NativeLayer:
     @property
     def resident_bytes(self) -> int:
         """Bytes of weights, biases and norms."""
-        norms = (self._input_norm, self._mlp_norm, self._q_norm, self._k_norm)
+        norms = (self._input_norm.weight, self._mlp_norm.weight, self._q_norm, self._k_norm)
         return sum(group.resident_bytes for group in self.groups) + sum(
             norm.nbytes for norm in norms if norm is not None
         )
@@ -295,7 +297,7 @@ class NativeLayer:
     def rotation(self, rotary: RotaryTable) -> paged.Rotation:
         """Return what happens to its queries and keys before they are stored."""
         cos, sin = rotary.cos.squeeze(1), rotary.sin.squeeze(1)
-        return paged.Rotation(cos, sin, self._q_norm, self._k_norm, self.eps)
+        return paged.Rotation(cos, sin, self._q_norm, self._k_norm, self._input_norm.eps)
 
     def record(
         self,
@@ -305,11 +307,11 @@ class NativeLayer:
         pages: PagedKV,
     ) -> None:
         """Write the layer down; it updates `hidden` float32 `[max_tokens, hidden]` in place."""
-        x = recording.norm(hidden, self._input_norm, self.eps, self._qkv)
+        x = recording.norm(hidden, self._input_norm, self._qkv, max(self.index - 1, 0))
         qkv = recording.linears(self._qkv, x)
         mixed = recording.attention(qkv, attention, self, pages)
         recording.linears(self.output, mixed, onto=hidden)
-        x = recording.norm(hidden, self._mlp_norm, self.eps, self._gate_up)
+        x = recording.norm(hidden, self._mlp_norm, self._gate_up, self.index)
         gate_up = recording.linears(self._gate_up, x)
         inner = recording.silu_mul(gate_up, self._down)
         recording.linears(self._down, inner, onto=hidden)

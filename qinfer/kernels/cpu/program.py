@@ -7,6 +7,7 @@ runs. Knows nothing of layers.
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
@@ -82,6 +83,8 @@ class NormArgs(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("reserved", ctypes.c_int32),
         ("num_tokens", ctypes.c_void_p),
+        ("bad_layers", ctypes.c_void_p),
+        ("layer", ctypes.c_int64),
     )
 
 
@@ -188,6 +191,34 @@ class Int8Buffer:
         return self.codes.float() * self.scales.repeat_interleave(ACTIVATION_GROUP, dim=1)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    """An RMSNorm.
+
+    Args:
+        weight: float32 `[size]`.
+        eps: added to the mean of squares.
+        watch: notes which rows are not finite.
+    """
+
+    weight: torch.Tensor
+    eps: float
+    watch: "Watch | None" = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Watch:
+    """Where a norm notes rows that are not finite.
+
+    Args:
+        bad_layers: int64 `[max_tokens]`; -1 where nothing was noted yet.
+        layer: what to note.
+    """
+
+    bad_layers: torch.Tensor
+    layer: int
+
+
 class Program:
     """Ops in the order in which they run."""
 
@@ -264,8 +295,7 @@ class Program:
     def norm(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
+        norm: Norm,
         num_tokens: torch.Tensor,
         *,
         out: torch.Tensor | None = None,
@@ -276,8 +306,7 @@ class Program:
 
         Args:
             x: float32 `[max_tokens, size]`.
-            weight: float32 `[size]`.
-            eps: added to the mean of squares.
+            norm: weight `[size]`, eps, and who notes rows that are not finite.
             num_tokens: int64 `[1]`.
             out: float32 `[max_tokens, size]`.
             int8: `[max_tokens, size]`, padded.
@@ -286,13 +315,17 @@ class Program:
         shape = _rows("x", x)
         args = NormArgs(
             x=x.data_ptr(),
-            weight=pointer("weight", weight, torch.float32, (shape[1],)),
+            weight=pointer("weight", norm.weight, torch.float32, (shape[1],)),
             size=shape[1],
-            eps=eps,
+            eps=norm.eps,
             num_tokens=pointer("num_tokens", num_tokens, torch.int64, (1,)),
         )
         args.out, args.int8_rows, args.permutation = _outputs(shape, out, int8, permutation)
-        self.add(OpKind.NORM, args, x, weight, num_tokens, out, int8, permutation)
+        if norm.watch is not None:
+            bad_layers = norm.watch.bad_layers
+            args.bad_layers = pointer("bad_layers", bad_layers, torch.int64, (shape[0],))
+            args.layer = norm.watch.layer
+        self.add(OpKind.NORM, args, x, norm, num_tokens, out, int8, permutation)
 
     def silu_mul(
         self,

@@ -109,7 +109,7 @@ bool valid_as(const qinfer_op& op) {
 
 // native.py and program.py describe these structs to ctypes; their tests name the same sizes.
 static_assert(sizeof(qinfer_op) == 16 && sizeof(qinfer_int8_rows) == 16, "see program.py");
-static_assert(sizeof(qinfer_embed) == 48 && sizeof(qinfer_norm) == 64, "see program.py");
+static_assert(sizeof(qinfer_embed) == 48 && sizeof(qinfer_norm) == 80, "see program.py");
 static_assert(sizeof(qinfer_silu_mul) == 48 && sizeof(qinfer_quantize) == 40, "see program.py");
 static_assert(sizeof(qinfer_gather) == 40 && sizeof(qinfer_argmax) == 32, "see program.py");
 

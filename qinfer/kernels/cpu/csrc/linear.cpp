@@ -4,7 +4,8 @@
 // the same operations in the same order whatever the block, so no result depends on the number of
 // tokens or threads:
 //   int8 rows:  total = sum over groups of scale * (sum over 32 columns of x_scale * integer sum)
-//   float rows: total = sum over columns of x * w, w dequantized in float32
+//   float rows: total = sum over steps of 32 columns of (sum of x * w), w dequantized in float32;
+//               in steps, since one long chain of additions loses a digit
 #include "linear.h"
 
 #include "kernels.h"
@@ -20,7 +21,8 @@ constexpr int kStep = QINFER_ACTIVATION_GROUP;  // columns that share an activat
 // A thread's activations of one block of tokens stay in its L2 cache while the tiles pass by.
 constexpr int64_t kBlockBytes = 384 << 10;
 constexpr int64_t kMaxBlock = 128;
-// Weights are asked for so far ahead that they arrive in time.
+// Weights are asked for so far ahead that they arrive in time. For one token the hardware does it
+// better alone.
 constexpr int64_t kPrefetchBytes = 2048;
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -71,7 +73,7 @@ inline void int8_step(const uint8_t* tile, const int16_t* zeros, const qinfer_in
   for (int r = 0; r < Rows; ++r) dots[r].start(correction<Bits>(zeros, x.sums[r]));
 #pragma GCC unroll 8
   for (int i = 0; i < kLoads; ++i) {
-    __builtin_prefetch(tile + i * 64 + kPrefetchBytes);
+    if (Rows > 1) __builtin_prefetch(tile + i * 64 + kPrefetchBytes);
     Codes codes[kParts];
     load_codes(tile + i * 64, codes);
 #pragma GCC unroll 2
@@ -170,9 +172,17 @@ inline void dequantize(const qinfer_tiled_weight& w, int64_t tile, int64_t step,
   }
 }
 
+inline Floats load_weights(const float* p) { return load(p); }
+inline Floats load_weights(const uint16_t* p) { return load_bf16(p); }
+
+// One step of a dense tile, [column][lane].
+template <typename Element>
+inline const Element* dense_step(const qinfer_tiled_weight& w, int64_t tile, int64_t step) {
+  return static_cast<const Element*>(w.data) + (tile * w.in_features + step * kStep) * kLanes;
+}
+
 // The panel of one step of a tile; float32 weights are read in place.
 inline const float* panel(const qinfer_tiled_weight& w, int64_t tile, int64_t step, Panel& room) {
-  const int64_t first = (tile * w.in_features + step * kStep) * kLanes;
   switch (w.kind) {
     case QINFER_W4:
       dequantize<4>(w, tile, step, room.weights);
@@ -181,19 +191,20 @@ inline const float* panel(const qinfer_tiled_weight& w, int64_t tile, int64_t st
       dequantize<8>(w, tile, step, room.weights);
       return room.weights;
     case QINFER_WBF16: {
-      const uint16_t* bits = static_cast<const uint16_t*>(w.data) + first;
+      const uint16_t* bits = dense_step<uint16_t>(w, tile, step);
       for (int i = 0; i < kStep * kLanes; i += kLanes) store(room.weights + i, load_bf16(bits + i));
       return room.weights;
     }
     default:
-      return static_cast<const float*>(w.data) + first;
+      return dense_step<float>(w, tile, step);
   }
 }
 
+using Sums = float[kFloatTiles * kLanes];  // of one token
+
 // sums[r][t] += x[r] * panels[t] for kStep columns; `stride` lies between the rows of x.
-template <int Rows, int Tiles>
-inline void add_step(const float* const* panels, const float* x, int64_t stride,
-                     float (*sums)[kFloatTiles * kLanes]) {
+template <int Rows, int Tiles, typename Element>
+void add_step(const Element* const* panels, const float* x, int64_t stride, Sums* sums) {
   Floats total[Rows][Tiles];
   for (int r = 0; r < Rows; ++r) {
     for (int t = 0; t < Tiles; ++t) total[r][t] = load(sums[r] + t * kLanes);
@@ -201,7 +212,7 @@ inline void add_step(const float* const* panels, const float* x, int64_t stride,
 #pragma GCC unroll 4
   for (int column = 0; column < kStep; ++column) {
     Floats weights[Tiles];
-    for (int t = 0; t < Tiles; ++t) weights[t] = load(panels[t] + column * kLanes);
+    for (int t = 0; t < Tiles; ++t) weights[t] = load_weights(panels[t] + column * kLanes);
     for (int r = 0; r < Rows; ++r) {
       const Floats value = fill(x[r * stride + column]);
       for (int t = 0; t < Tiles; ++t) total[r][t] = fma(value, weights[t], total[r][t]);
@@ -212,15 +223,16 @@ inline void add_step(const float* const* panels, const float* x, int64_t stride,
   }
 }
 
-using AddStep = void (*)(const float* const* panels, const float* x, int64_t stride,
-                         float (*sums)[kFloatTiles * kLanes]);
+template <typename Element>
+using AddStep = void (*)(const Element* const* panels, const float* x, int64_t stride, Sums* sums);
 
-template <int Tiles, int Rows>
-inline AddStep add_step_for(int64_t rows) {
+template <typename Element, int Tiles, int Rows = kRows>
+inline AddStep<Element> add_step_for(int64_t rows) {
   if constexpr (Rows == 1) {
-    return add_step<1, Tiles>;
+    return add_step<1, Tiles, Element>;
   } else {
-    return rows >= Rows ? add_step<Rows, Tiles> : add_step_for<Tiles, Rows - 1>(rows);
+    return rows >= Rows ? add_step<Rows, Tiles, Element>
+                        : add_step_for<Element, Tiles, Rows - 1>(rows);
   }
 }
 
@@ -237,26 +249,51 @@ inline void gather(const qinfer_linear& op, int64_t token, int64_t rows, int64_t
   }
 }
 
-void float_unit(const qinfer_linear& op, int64_t begin, int64_t end, int64_t tile, int64_t tiles) {
-  alignas(64) float sums[kMaxBlock][kFloatTiles * kLanes];
-  for (int64_t r = 0; r < end - begin; ++r) {
-    for (int i = 0; i < kFloatTiles * kLanes; ++i) sums[r][i] = 0.0f;
-  }
-  Panel rooms[kFloatTiles];
+// One step of a unit: tokens [begin, end) times the panels.
+template <typename Element>
+void float_step(const qinfer_linear& op, int64_t begin, int64_t end, int64_t step,
+                const Element* const* panels, int64_t tiles, Sums* sums) {
+  const int64_t first = step * kStep;
+  const bool in_place = op.permutation == nullptr && first + kStep <= op.float_columns;
   float gathered[kRows * kStep];
-  for (int64_t step = 0; step < op.weight.in_features / kStep; ++step) {
+  for (int64_t token = begin; token < end; token += kRows, sums += kRows) {
+    const int64_t rows = smaller(kRows, end - token);
+    const float* x = gathered;
+    if (in_place) {
+      x = op.float_rows + token * op.float_stride + first;
+    } else {
+      gather(op, token, rows, first, gathered);
+    }
+    const AddStep<Element> function = tiles == kFloatTiles
+                                          ? add_step_for<Element, kFloatTiles>(rows)
+                                          : add_step_for<Element, 1>(rows);
+    function(panels, x, in_place ? op.float_stride : kStep, sums);
+  }
+}
+
+void float_unit(const qinfer_linear& op, int64_t begin, int64_t end, int64_t tile, int64_t tiles) {
+  const qinfer_tiled_weight& w = op.weight;
+  alignas(64) Sums sums[kMaxBlock];
+  for (int64_t r = 0; r < end - begin; ++r) {
+    for (float& sum : sums[r]) sum = 0.0f;
+  }
+  // Widened once for all tokens, unless there are so few that each step is read once anyway.
+  const bool widen = w.kind != QINFER_WBF16 || end - begin > kRows;
+  Panel rooms[kFloatTiles];
+  for (int64_t step = 0; step < w.in_features / kStep; ++step) {
     const float* panels[kFloatTiles];
-    for (int64_t t = 0; t < tiles; ++t) panels[t] = panel(op.weight, tile + t, step, rooms[t]);
-    const int64_t first = step * kStep;
-    const bool in_place = op.permutation == nullptr && first + kStep <= op.float_columns;
-    for (int64_t token = begin; token < end; token += kRows) {
-      const int64_t rows = smaller(kRows, end - token);
-      const float* x = op.float_rows + token * op.float_stride + first;
-      if (!in_place) gather(op, token, rows, first, gathered);
-      const AddStep function = tiles == kFloatTiles ? add_step_for<kFloatTiles, kRows>(rows)
-                                               : add_step_for<1, kRows>(rows);
-      function(panels, in_place ? x : gathered, in_place ? op.float_stride : kStep,
-               sums + (token - begin));
+    const uint16_t* bits[kFloatTiles];
+    for (int64_t t = 0; t < tiles; ++t) {
+      if (widen) {
+        panels[t] = panel(w, tile + t, step, rooms[t]);
+      } else {
+        bits[t] = dense_step<uint16_t>(w, tile + t, step);
+      }
+    }
+    if (widen) {
+      float_step(op, begin, end, step, panels, tiles, sums);
+    } else {
+      float_step(op, begin, end, step, bits, tiles, sums);
     }
   }
   for (int64_t token = begin; token < end; ++token) {

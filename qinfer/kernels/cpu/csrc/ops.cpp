@@ -70,11 +70,22 @@ inline float sum_of_squares(const float* x, int64_t size) {
   return sums[0];
 }
 
+typedef float Four __attribute__((vector_size(16)));
+
 // Columns [begin, begin + count) of a row, or of its permutation by way of `buffer`.
 inline const float* columns(const float* row, const int32_t* permutation, int64_t begin,
                             int64_t count, float* buffer) {
   if (permutation == nullptr) return row + begin;
-  for (int64_t i = 0; i < count; ++i) buffer[i] = row[permutation[begin + i]];
+  const int32_t* from = permutation + begin;
+  int64_t i = 0;
+  for (; i + 4 <= count; i += 4) {  // loads and stores are the limit: two indices at once, one store
+    uint64_t pairs[2];
+    __builtin_memcpy(pairs, from + i, sizeof pairs);
+    const Four four = {row[static_cast<uint32_t>(pairs[0])], row[pairs[0] >> 32],
+                       row[static_cast<uint32_t>(pairs[1])], row[pairs[1] >> 32]};
+    __builtin_memcpy(buffer + i, &four, sizeof four);
+  }
+  for (; i < count; ++i) buffer[i] = row[from[i]];
   return buffer;
 }
 
@@ -112,6 +123,8 @@ inline int32_t order(float value) {
   const int32_t bits = static_cast<int32_t>(bits_of(value + 0.0f));
   return bits ^ ((bits >> 31) & 0x7fffffff);
 }
+
+inline bool finite(float value) { return (bits_of(value) & 0x7f800000u) != 0x7f800000u; }
 
 constexpr int32_t kOrderOfInfinity = 0x7f800000;
 
@@ -159,9 +172,14 @@ void norm(const void* args, int32_t thread, int32_t threads) {
   const qinfer_norm& op = *static_cast<const qinfer_norm*>(args);
   const Share part = share(*op.num_tokens, op.size, thread, threads);
   const Output output{op.out, op.int8_rows, op.permutation, op.size};
+  const bool first = part.column_begin == 0 && part.column_end > 0;  // one thread of each row
   for (int64_t row = part.row_begin; row < part.row_end; ++row) {
     const float* x = op.x + row * op.size;
     const float mean = sum_of_squares(x, op.size) / static_cast<float>(op.size);
+    if (op.bad_layers != nullptr && first && !finite(mean) &&
+        op.bad_layers[row] < 0) {
+      op.bad_layers[row] = op.layer;
+    }
     const float factor = 1.0f / __builtin_sqrtf(mean + op.eps);
     write_row(output, row, part, [&](const int32_t* permutation, int64_t begin, int64_t count,
                                      float* __restrict to) {

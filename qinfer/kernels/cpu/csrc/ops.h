@@ -30,6 +30,8 @@ typedef struct qinfer_norm {
   float eps;
   int32_t reserved;
   const int64_t* num_tokens;
+  int64_t* bad_layers;        // [tokens] or NULL: `layer` is noted where the sum of squares is not
+  int64_t layer;              // finite and nothing (-1) was noted before
 } qinfer_norm;
 
 // silu(x[:, :size]) * x[:, size:], float32 and/or quantized as above.

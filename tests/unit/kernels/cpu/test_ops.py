@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812 - the customary name
 
 from qinfer.kernels import reference
 from qinfer.kernels.cpu import native
-from qinfer.kernels.cpu.program import ACTIVATION_GROUP, Int8Buffer, Program
+from qinfer.kernels.cpu.program import ACTIVATION_GROUP, Int8Buffer, Norm, Program, Watch
 
 pytestmark = pytest.mark.skipif(
     native.load() is None, reason="the C++ library was not built (no compiler at installation)"
@@ -74,7 +74,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def norm(x: torch.Tensor, weight: torch.Tensor, *, threads: int = 1) -> torch.Tensor:
     out, program = torch.empty_like(x), Program()
-    program.norm(x, weight, EPS, count(x.shape[0]), out=out)
+    program.norm(x, Norm(weight, EPS), count(x.shape[0]), out=out)
     program.run(threads)
     return out
 
@@ -111,7 +111,7 @@ def test_norm(isa: str, size: int, rows: int) -> None:
     plain = norm(x, weight)
     torch.testing.assert_close(plain, reference.rms_norm(x, weight, EPS))
     out, int8, program = torch.empty_like(x), Int8Buffer(rows, size), Program()
-    program.norm(x, weight, EPS, count(rows), out=out, int8=int8, permutation=order)
+    program.norm(x, Norm(weight, EPS), count(rows), out=out, int8=int8, permutation=order)
     program.run(2)
     assert same_bits(out, plain)
     assert_quantized(int8, plain[:, order.long()])
@@ -212,7 +212,7 @@ def test_instruction_sets_agree_to_the_bit(op: str) -> None:
 def test_only_the_rows_of_this_step_are_written(isa: str) -> None:
     x, num_tokens = torch.randn(6, 40), count(0)
     int8, out, program = Int8Buffer(6, 40), torch.full((6, 40), 7.0), Program()
-    program.norm(x, torch.ones(40), EPS, num_tokens, out=out, int8=int8)
+    program.norm(x, Norm(torch.ones(40), EPS), num_tokens, out=out, int8=int8)
     for tokens in (0, 2, 5):  # the same program, another size
         num_tokens.fill_(tokens)
         program.run(2)
@@ -295,3 +295,13 @@ def test_a_caller_that_flushes_denormals_changes_no_bit(isa: str) -> None:
         torch.set_flush_denormal(False)
     assert torch.equal(actual.codes, expected.codes)
     assert expected.codes.all()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_norms_note_the_first_layer_that_was_not_finite(isa: str, threads: int) -> None:
+    x, noted, program = torch.randn(5, 32), torch.full((5,), -1), Program()
+    x[1, 3], x[3, 30], x[4, 0] = torch.nan, torch.inf, -torch.inf
+    noted[4] = 2  # an earlier layer was
+    program.norm(x, Norm(torch.ones(32), EPS, Watch(noted, 7)), count(5), out=torch.empty_like(x))
+    program.run(threads)
+    assert noted.tolist() == [-1, 7, -1, 7, 2]

@@ -17,6 +17,7 @@ from qinfer.kernels.cpu.program import (
     GatherArgs,
     Int8Buffer,
     Int8Rows,
+    Norm,
     NormArgs,
     OpKind,
     Program,
@@ -188,7 +189,7 @@ def good_args() -> dict[OpKind, tuple[ctypes.Structure, list[object]]]:
     int8, program = Int8Buffer(1, 32), Program()
     half = torch.zeros(1, 32)
     program.embed(torch.zeros(2, 64), ids, x, none)
-    program.norm(half, torch.ones(32), 1e-5, none, int8=int8)
+    program.norm(half, Norm(torch.ones(32), 1e-5), none, int8=int8)
     program.silu_mul(x, none, int8=int8)
     program.quantize(half, none, int8)
     program.gather(x, ids, torch.zeros(1, 64), none)
@@ -211,7 +212,7 @@ def test_every_field_that_must_be_there_is_checked(kind: OpKind) -> None:
     assert kept
     assert call(kind, args) == OK
     names = [field[0] for field in args._fields_]
-    optional = {"eps", "reserved", "permutation", "dtype"}
+    optional = {"eps", "reserved", "permutation", "dtype", "bad_layers", "layer"}
     if kind in {OpKind.NORM, OpKind.SILU_MUL}:
         optional.add("out")  # the quantized rows are there
     for name in names:
@@ -272,7 +273,7 @@ def test_structs_have_the_sizes_of_the_header() -> None:
         GatherArgs,
         ArgmaxArgs,
     )
-    assert [ctypes.sizeof(s) for s in structs] == [16, 16, 48, 64, 48, 40, 40, 32]
+    assert [ctypes.sizeof(s) for s in structs] == [16, 16, 48, 80, 48, 40, 40, 32]
 
 
 @needs_library
@@ -295,13 +296,13 @@ def test_tensors_that_do_not_fit_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="contiguous"):
         program.argmax(x.t(), torch.zeros(64, dtype=torch.long), n)
     with pytest.raises(ConfigError, match="num_tokens"):
-        program.norm(x, torch.ones(64), 1e-5, n.int(), out=x)
+        program.norm(x, Norm(torch.ones(64), 1e-5), n.int(), out=x)
     with pytest.raises(ConfigError, match="weight"):
-        program.norm(x, torch.ones(63), 1e-5, n, out=x)
+        program.norm(x, Norm(torch.ones(63), 1e-5), n, out=x)
     with pytest.raises(ConfigError, match="out is"):
-        program.norm(x, torch.ones(64), 1e-5, n, out=torch.zeros(3, 64))
+        program.norm(x, Norm(torch.ones(64), 1e-5), n, out=torch.zeros(3, 64))
     with pytest.raises(ConfigError, match="int8 is"):
-        program.norm(x, torch.ones(64), 1e-5, n, int8=Int8Buffer(4, 96))
+        program.norm(x, Norm(torch.ones(64), 1e-5), n, int8=Int8Buffer(4, 96))
     with pytest.raises(ConfigError, match="compute nothing"):
         program.silu_mul(x, n)
     with pytest.raises(ConfigError, match="even number"):
