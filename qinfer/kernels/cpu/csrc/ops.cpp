@@ -176,8 +176,7 @@ void norm(const void* args, int32_t thread, int32_t threads) {
   for (int64_t row = part.row_begin; row < part.row_end; ++row) {
     const float* x = op.x + row * op.size;
     const float mean = sum_of_squares(x, op.size) / static_cast<float>(op.size);
-    if (op.bad_layers != nullptr && first && !finite(mean) &&
-        op.bad_layers[row] < 0) {
+    if (op.bad_layers != nullptr && first && !finite(mean) && op.bad_layers[row] < 0) {
       op.bad_layers[row] = op.layer;
     }
     const float factor = 1.0f / __builtin_sqrtf(mean + op.eps);
