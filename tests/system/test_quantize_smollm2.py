@@ -1,6 +1,7 @@
 """INT4 of the real small model: GPTQ against rounding at the same group size."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from qinfer.workflows.evaluation import evaluate
 def test_gptq_beats_rounding_on_unseen_text(smollm2: Path, tmp_path: Path) -> None:
     """An eighth of the default calibration and the first ten of thirty blocks, to save time."""
     rounded, solved = tmp_path / "rtn", tmp_path / "gptq"
-    some = {"overrides": (r"layers\.[12][0-9]\.=skip",), "kv_cache_dtype": "none"}
+    some: dict[str, Any] = {"overrides": (r"layers\.[12][0-9]\.=skip",), "kv_cache_dtype": "none"}
     quantize(smollm2, rounded, algorithm="rtn", **some)
     report = quantize(smollm2, solved, num_samples=16, **some)
     assert report.scheme == "int4 g64 sym"
