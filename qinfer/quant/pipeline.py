@@ -106,6 +106,14 @@ class _Job:
     def version(self) -> gptq_config.Version:
         return gptq_config.preferred_version(self.plan.scheme)
 
+    @property
+    def num_run(self) -> int:
+        """Blocks up to the last one that has a module to quantize."""
+        layers = range(self.model.num_layers)
+        return 1 + max(
+            layer for layer in layers if any(t.scheme for t in self.targets_of(layer).values())
+        )
+
     def targets_of(self, layer: int) -> dict[str, Target]:
         """Return the linears of one block by their names inside it."""
         prefix = f"model.layers.{layer}."
@@ -175,9 +183,12 @@ def _tensors(
             damp_percent=job.config.damp_percent,
             on_sample=progress.sample,
         )
+    num_run = job.num_run
     for layer, prefix in enumerate(prefixes):
         targets = job.targets_of(layer)
-        for solved in _solve_block(job, layer, targets, run):
+        # Behind the last module that is quantized nobody looks at the activations.
+        solved_block = _solve_block(job, layer, targets, run) if layer < num_run else ()
+        for solved in solved_block:
             name = solved.row.name
             rows[name] = solved.row
             progress.module(solved.row)
@@ -214,7 +225,7 @@ class _Progress:
         self._report = job.on_progress
         self._modules = sum(target.scheme is not None for target in job.plan.targets)
         samples = 0 if calibration is None else len(calibration.windows)
-        self._samples = samples * PASSES_PER_BLOCK * job.model.num_layers
+        self._samples = samples * PASSES_PER_BLOCK * job.num_run
         self._modules_done = 0
         self._samples_done = 0
 

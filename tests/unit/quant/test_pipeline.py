@@ -267,6 +267,15 @@ def test_mixed_settings_in_one_fused_group_g19(tiny_llama: Path, tmp_path: Path)
     assert [row.name[-6:] for row in report.skipped_modules] == ["k_proj", "v_proj"]
 
 
+def test_blocks_behind_the_last_module_are_not_run(tiny_llama: Path, tmp_path: Path) -> None:
+    steps: list[QuantProgress] = []
+    overrides = (r"layers\.1\.=skip",)
+    quantize(tiny_llama, tmp_path / "out", **SMALL, overrides=overrides, on_progress=steps.append)
+    assert sum(step.stage == "calibrate" for step in steps) == 6 * 4
+    assert all(step.total == 6 * 4 for step in steps if step.stage == "calibrate")
+    assert len(read_weights(tmp_path / "out")) == 14
+
+
 def test_misfits_before_calibration_or_skipped_g10(tmp_path: Path) -> None:
     source = write_tiny(tmp_path / "source", intermediate_size=80)
     absent = tmp_path / "absent.txt"  # never read: the plan comes first
