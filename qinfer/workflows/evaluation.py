@@ -56,6 +56,8 @@ class EvaluationOptions:
         device: where the models run.
         threads: CPU threads; None = the cores available.
         memory: total bytes for each model; None = what the device has free.
+        activations: inputs of quantized linears: `int8` or `exact`; see `EngineConfig`.
+        lm_head: `auto`, `int8` or `model`; see `EngineConfig`.
         revision: branch, tag or commit of hub models.
         speed: what to time; None = quality and sizes only.
         time_baseline: time the baseline too.
@@ -78,6 +80,8 @@ class EvaluationOptions:
     device: str = "auto"
     threads: int | None = None
     memory: int | str | None = None
+    activations: str = "int8"
+    lm_head: str = "auto"
     revision: str | None = None
     speed: SpeedOptions | None = field(default_factory=SpeedOptions)
     time_baseline: bool = True
@@ -123,6 +127,8 @@ class EvaluationOptions:
             "max_num_seqs": 1 if speed is None else max(speed.concurrency),
             "threads": self.threads,
             "memory": self.memory,
+            "activations": self.activations,
+            "lm_head": self.lm_head,
         }
 
 
