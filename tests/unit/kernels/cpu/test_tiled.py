@@ -1,0 +1,293 @@
+"""The C++ linear op on tiled weights: every instruction set, kind of weight and mode."""
+
+import ctypes
+
+import pytest
+import torch
+
+from qinfer.errors import ConfigError
+from qinfer.formats.weight import QuantizedWeight
+from qinfer.kernels.cpu import native, tiled
+from qinfer.kernels.cpu.program import Int8Buffer, Program
+from qinfer.kernels.spec import LinearSpec
+from qinfer.schemes import WeightScheme
+
+ISAS = ("portable", "avx2", "avx512")
+ROWS = (1, 2, 5, 8, 33, 257)
+
+needs_library = pytest.mark.skipif(
+    native.load() is None, reason="the C++ kernels are not built or are switched off"
+)
+
+
+@pytest.fixture(params=ISAS)
+def isa(request):
+    """Run a test with each instruction set that this machine has."""
+    library = native.load()
+    if library is None:
+        pytest.skip("the C++ kernels are not built or are switched off")
+    before = library.isa
+    if not library.use_isa(request.param):
+        pytest.skip(f"this machine or build has no {request.param}")
+    yield request.param
+    library.use_isa(before)
+
+
+def quantized(out_features, in_features, scheme, *, seed=0, scattered=False):
+    generator = torch.Generator().manual_seed(seed)
+    half, groups = 1 << (scheme.bits - 1), scheme.num_groups(in_features)
+    codes = torch.randint(
+        -half, half, (out_features, in_features), dtype=torch.int8, generator=generator
+    )
+    scales = (torch.rand(out_features, groups, generator=generator) * 0.02).half()
+    zeros = index = None
+    if not scheme.symmetric:
+        zeros = torch.randint(-half, half + 1, (out_features, groups), generator=generator).short()
+    if scattered:
+        order = torch.randperm(in_features, generator=generator)
+        index = (order // (scheme.group_size or in_features)).int()
+    return QuantizedWeight(codes, scales, scheme, zeros, index)
+
+
+def activations(rows, columns, seed=1):
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+def quantize_rows(x):
+    """Return codes and scales `[rows, groups, 32]`, `[rows, groups]` by program.h, in float32."""
+    x = torch.nn.functional.pad(x, (0, -x.shape[1] % 32)).unflatten(1, (-1, 32))
+    scales = x.abs().amax(-1) / torch.tensor(127.0)
+    codes = (x / scales.unsqueeze(-1)).round().clamp(-127, 127)
+    return torch.where(scales.unsqueeze(-1) > 0, codes, 0.0), scales
+
+
+def int8_reference(x, weight):
+    """Integer sums over 32 columns, scaled by the activations' scale, then by the weight's."""
+    order = torch.arange(weight.in_features)
+    if weight.group_index is not None:
+        order = weight.group_index.argsort(stable=True)
+    codes, x_scales = quantize_rows(x[:, order])
+    groups = weight.column_groups()[order]
+    integers = weight.codes[:, order].double()
+    if weight.zeros is not None:
+        integers -= weight.zeros.double()[:, groups]
+    padding = -weight.in_features % 32
+    integers = torch.nn.functional.pad(integers, (0, padding)).unflatten(1, (-1, 32))
+    step_groups = groups[::32]  # the group of each 32 columns
+    sums = torch.einsum("tgk,ngk->tng", codes.double(), integers)  # exact
+    scales = weight.scales.double()[:, step_groups]
+    return (sums * x_scales.double().unsqueeze(1) * scales).sum(-1).float()
+
+
+def assert_near(actual, expected, tolerance=1e-5):
+    """Compare to the scale of each row, as sums of many terms may cancel."""
+    size = expected.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    assert ((actual - expected).abs() / size).max() <= tolerance
+
+
+SCHEMES = [
+    WeightScheme(bits, group, symmetric)
+    for bits in (4, 8)
+    for group in (32, 64, 128, None)
+    for symmetric in (True, False)
+]
+SHAPES = ((48, 128), (50, 40), (7, 36), (16, 352))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_codes_match_the_reference_for_any_number_of_rows(isa, scheme, shape):
+    weight = quantized(*shape, scheme)
+    tiles = tiled.tile(weight)
+    x, bias = activations(max(ROWS), shape[1]), torch.linspace(-1, 1, shape[0])
+    references = {"int8": int8_reference(x, weight), "exact": x @ weight.dequantize().T}
+    for mode, reference in references.items():
+        whole = tiled.run_linear(tiles, x, activations=mode, bias=bias)
+        assert_near(whole, reference + bias)
+        for rows, threads in zip(ROWS, (1, 2, 3, 1, 2, 3), strict=True):
+            part = tiled.run_linear(tiles, x[:rows], activations=mode, bias=bias, threads=threads)
+            assert torch.equal(part, whole[:rows]), (mode, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_dense_weights_match_the_reference_for_any_number_of_rows(isa, dtype, shape):
+    weight = (activations(*shape, seed=2) * 0.1).to(dtype)
+    tiles, x = tiled.tile(weight), activations(max(ROWS), shape[1])
+    whole = tiled.run_linear(tiles, x, activations="exact")
+    assert_near(whole, x @ weight.float().T)
+    for rows, threads in zip(ROWS, (1, 2, 3, 1, 2, 3), strict=True):
+        part = tiled.run_linear(tiles, x[:rows], activations="exact", threads=threads)
+        assert torch.equal(part, whole[:rows])
+
+
+@pytest.mark.parametrize("mode", ["int8", "exact"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_computed_from_the_middle_of_a_batch_keep_their_bits(isa, mode, bits):
+    weight, x = quantized(80, 96, WeightScheme(bits, 32)), activations(40, 96)
+    tiles = tiled.tile(weight)
+    whole = tiled.run_linear(tiles, x, activations=mode)
+    for start, stop in ((3, 4), (5, 12), (9, 26), (31, 40)):
+        assert torch.equal(
+            tiled.run_linear(tiles, x[start:stop], activations=mode), whole[start:stop]
+        )
+
+
+@pytest.mark.parametrize("mode", ["int8", "exact"])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, 64])
+def test_scattered_groups_are_put_in_order(isa, mode, bits, group):
+    weight = quantized(24, 192, WeightScheme(bits, group, symmetric=False), scattered=True)
+    tiles, x = tiled.tile(weight), activations(9, 192)
+    assert tiles.permutation is not None
+    out = tiled.run_linear(tiles, x, activations=mode)
+    assert_near(out, int8_reference(x, weight) if mode == "int8" else x @ weight.dequantize().T)
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_extreme_codes_do_not_saturate(isa, bits, symmetric):
+    """Also on AVX2, whose 8-bit products saturate in 16 bits when added in pairs."""
+    half = 1 << (bits - 1)
+    codes = torch.tensor([half - 1, -half], dtype=torch.int8).repeat_interleave(16)
+    zeros = None if symmetric else torch.tensor([[-half], [half]]).short().repeat(16, 1)
+    weight = QuantizedWeight(
+        codes.unsqueeze(1).expand(-1, 64).contiguous(),
+        torch.ones(32, 1).half(),
+        WeightScheme(bits, None, symmetric),
+        zeros,
+    )
+    x = torch.tensor([[127.0], [-127.0]]).expand(-1, 64).contiguous()
+    out = tiled.run_linear(tiled.tile(weight), x, activations="int8")
+    assert torch.equal(out, x @ weight.dequantize().T)
+
+
+@pytest.mark.parametrize("mode", ["int8", "exact"])
+def test_zero_scales_and_dead_rows_give_zeros(isa, mode):
+    weight = quantized(20, 64, WeightScheme(4, 32))
+    weight.scales[3] = 0
+    weight.scales[5, 1] = 0
+    x = activations(6, 64)
+    x[2] = 0
+    x[4, 32:] = 0
+    out = tiled.run_linear(tiled.tile(weight), x, activations=mode)
+    assert_near(out, x @ weight.dequantize().T, 0.02 if mode == "int8" else 1e-5)
+    assert not out[:, 3].any()
+    assert not out[2].any()
+
+
+@pytest.mark.parametrize("mode", ["int8", "exact"])
+@pytest.mark.parametrize("out_features", [48, 50])
+def test_the_residual_may_be_the_output(isa, mode, out_features):
+    weight, x = quantized(out_features, 96, WeightScheme(8, 32)), activations(11, 96)
+    tiles, hidden = tiled.tile(weight), activations(11, out_features, seed=3)
+    bias = activations(1, out_features, seed=4)[0]
+    plain = tiled.run_linear(tiles, x, activations=mode)
+    apart = tiled.run_linear(tiles, x, activations=mode, bias=bias, residual=hidden)
+    assert torch.equal(apart, plain + bias + hidden)
+    program, num_tokens, rows = Program(), torch.tensor([11]), x
+    if mode == "int8":
+        rows = Int8Buffer(11, 96)
+        program.quantize(x, num_tokens, rows)
+    tiled.add_linear(program, tiles, rows, hidden, num_tokens, bias=bias, residual=hidden)
+    program.run(2)
+    assert torch.equal(hidden, apart)
+
+
+def test_only_the_rows_and_columns_of_the_output_are_written(isa):
+    weight, x = quantized(50, 40, WeightScheme(4, 32)), activations(12, 40)
+    wide = torch.full((12, 64), 7.0)
+    program, num_tokens = Program(), torch.tensor([9])
+    tiled.add_linear(program, tiled.tile(weight), x, wide[:, :50], num_tokens)
+    program.run(2)
+    assert (wide[:, 50:] == 7).all()
+    assert (wide[9:] == 7).all()
+    assert_near(wide[:9, :50], x[:9] @ weight.dequantize().T)
+    num_tokens.zero_()
+    wide.fill_(7)
+    program.run(2)
+    assert (wide == 7).all()
+
+
+def test_the_exact_mode_multiplies_the_dequantized_weight(isa):
+    """The dequantized values are those of QuantizedWeight.dequantize, to the bit."""
+    weight = quantized(33, 64, WeightScheme(4, 32, symmetric=False))
+    out = tiled.run_linear(tiled.tile(weight), torch.eye(64), activations="exact")
+    assert torch.equal(out, weight.dequantize().T)
+
+
+@needs_library
+def test_tiles_occupy_what_they_say():
+    weight = tiled.tile(quantized(48, 128, WeightScheme(4, 64, symmetric=False)))
+    assert weight.nbytes == 48 * 128 // 2 + 48 * 2 * 4
+    assert weight.data.data_ptr() % 64 == 0
+    assert tiled.tile(torch.zeros(17, 33, dtype=torch.bfloat16)).nbytes == 32 * 64 * 2
+
+
+@needs_library
+def test_what_cannot_be_tiled_is_refused_with_a_reason():
+    with pytest.raises(ConfigError, match="float16"):
+        tiled.tile(
+            QuantizedWeight(
+                torch.zeros(4, 32, dtype=torch.int8), torch.full((4, 1), 0.1), WeightScheme(4, 32)
+            )
+        )
+    scattered = quantized(4, 64, WeightScheme(4, 32), scattered=True)
+    assert scattered.group_index is not None
+    scattered.group_index[scattered.group_index == 1] = 0
+    with pytest.raises(ConfigError, match="does not give every group"):
+        tiled.tile(scattered)
+    with pytest.raises(ConfigError, match="not 3"):
+        tiled.tile(quantized(4, 64, WeightScheme(3, 32)))
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("scheme", "device", "reason"),
+    [
+        (WeightScheme(4, 64), "cpu", None),
+        (WeightScheme(8, None), "cpu", None),
+        (None, "cpu", None),
+        (WeightScheme(4, 48), "cpu", "multiples of 32"),
+        (WeightScheme(2, 64), "cpu", "not 2"),
+        (WeightScheme(4, 64), "cuda", "cuda"),
+    ],
+)
+def test_the_reason_names_what_does_not_fit(scheme, device, reason):
+    told = tiled.unsupported_reason(LinearSpec(96, 16, torch.float32, device, scheme))
+    assert told is None if reason is None else reason in told
+
+
+@needs_library
+def test_arguments_that_do_not_fit_are_refused():
+    weight, num_tokens = tiled.tile(quantized(16, 64, WeightScheme(4, 32))), torch.tensor([2])
+    x, out = torch.zeros(2, 64), torch.zeros(2, 16)
+    with pytest.raises(ConfigError, match="out is"):
+        tiled.linear_args(weight, x, torch.zeros(2, 17), num_tokens)
+    with pytest.raises(ConfigError, match="x has 1 rows"):
+        tiled.linear_args(weight, x[:1], out, num_tokens)
+    with pytest.raises(ConfigError, match="x is"):
+        tiled.linear_args(weight, Int8Buffer(2, 32), out, num_tokens)
+    with pytest.raises(ConfigError, match="dense"):
+        tiled.linear_args(
+            tiled.tile(torch.zeros(16, 64)), Int8Buffer(2, 64), out, num_tokens
+        )
+    with pytest.raises(ConfigError, match="residual"):
+        tiled.linear_args(weight, x, out, num_tokens, residual=torch.zeros(3, 16))
+
+
+@needs_library
+def test_repacking_refuses_nonsense():
+    library = native.load()
+    assert library is not None
+    null, two = ctypes.c_void_p(None), ctypes.c_int64(2)
+    room = torch.zeros(4096, dtype=torch.uint8)
+    data = ctypes.c_void_p(room.data_ptr())
+    codes, dense = library.handle.qinfer_tile_codes, library.handle.qinfer_tile_dense
+    assert codes(null, two, two, null, 4, data) != 0
+    assert codes(data, two, two, null, 4, null) != 0
+    assert codes(data, two, two, null, 5, data) != 0
+    assert codes(data, ctypes.c_int64(-1), two, null, 4, data) != 0
+    assert dense(data, two, two, 0, data) != 0
+    assert dense(null, two, two, 3, data) != 0
+    assert dense(data, two, ctypes.c_int64(-2), 3, data) != 0
