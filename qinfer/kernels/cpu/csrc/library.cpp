@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "active.h"
+#include "linear.h"
 #include "ops.h"
 
 namespace qinfer {
@@ -102,6 +103,28 @@ bool valid(const qinfer_argmax& op) {
   return given(op.x, op.out, op.num_rows) && op.size > 0;
 }
 
+bool valid(const qinfer_tiled_weight& w) {
+  const bool sized = given(w.data) && w.out_features > 0 && w.in_features > 0 &&
+                     w.in_features % QINFER_ACTIVATION_GROUP == 0;
+  if (w.kind == QINFER_WBF16 || w.kind == QINFER_WFP32) return sized;
+  return sized && (w.kind == QINFER_W4 || w.kind == QINFER_W8) && given(w.scales) &&
+         w.group_size > 0 && w.group_size % QINFER_ACTIVATION_GROUP == 0;
+}
+
+bool valid(const qinfer_linear& op) {
+  if (!valid(op.weight) || !given(op.out, op.num_tokens) ||
+      op.out_stride < op.weight.out_features || given(op.int8_rows) == given(op.float_rows)) {
+    return false;
+  }
+  if (op.int8_rows != nullptr) {
+    return given(op.int8_rows->groups, op.weight.scales) &&
+           (op.weight.kind == QINFER_W4 || op.weight.kind == QINFER_W8) &&
+           op.int8_rows->columns == op.weight.in_features;
+  }
+  return op.float_columns > 0 && op.float_columns <= op.weight.in_features &&
+         op.float_stride >= op.float_columns;
+}
+
 template <typename Args>
 bool valid_as(const qinfer_op& op) {
   return valid(*static_cast<const Args*>(op.args));
@@ -112,6 +135,7 @@ static_assert(sizeof(qinfer_op) == 16 && sizeof(qinfer_int8_rows) == 16, "see pr
 static_assert(sizeof(qinfer_embed) == 48 && sizeof(qinfer_norm) == 80, "see program.py");
 static_assert(sizeof(qinfer_silu_mul) == 48 && sizeof(qinfer_quantize) == 40, "see program.py");
 static_assert(sizeof(qinfer_gather) == 40 && sizeof(qinfer_argmax) == 32, "see program.py");
+static_assert(sizeof(qinfer_tiled_weight) == 56 && sizeof(qinfer_linear) == 136, "see tiled.py");
 
 }  // namespace
 
@@ -120,6 +144,7 @@ const Kernels* active() { return chosen(); }
 bool valid_op(const qinfer_op& op) {
   if (op.args == nullptr) return false;
   switch (op.kind) {
+    case QINFER_OP_LINEAR: return valid_as<qinfer_linear>(op);
     case QINFER_OP_EMBED: return valid_as<qinfer_embed>(op);
     case QINFER_OP_NORM: return valid_as<qinfer_norm>(op);
     case QINFER_OP_SILU_MUL: return valid_as<qinfer_silu_mul>(op);

@@ -5,10 +5,10 @@ import ctypes
 import pytest
 import torch
 
-from qinfer.errors import ConfigError
+from qinfer.errors import ConfigError, QinferError
 from qinfer.formats.weight import QuantizedWeight
 from qinfer.kernels.cpu import native, tiled
-from qinfer.kernels.cpu.program import Int8Buffer, Program
+from qinfer.kernels.cpu.program import Int8Buffer, OpKind, Program
 from qinfer.kernels.spec import LinearSpec
 from qinfer.schemes import WeightScheme
 
@@ -49,7 +49,7 @@ def quantized(out_features, in_features, scheme, *, seed=0, scattered=False):
     return QuantizedWeight(codes, scales, scheme, zeros, index)
 
 
-def activations(rows, columns, seed=1):
+def activations(rows, columns, *, seed=1):
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
 
 
@@ -100,7 +100,10 @@ def test_codes_match_the_reference_for_any_number_of_rows(isa, scheme, shape):
     weight = quantized(*shape, scheme)
     tiles = tiled.tile(weight)
     x, bias = activations(max(ROWS), shape[1]), torch.linspace(-1, 1, shape[0])
-    references = {"int8": int8_reference(x, weight), "exact": x @ weight.dequantize().T}
+    references: dict[tiled.Activations, torch.Tensor] = {
+        "int8": int8_reference(x, weight),
+        "exact": x @ weight.dequantize().T,
+    }
     for mode, reference in references.items():
         whole = tiled.run_linear(tiles, x, activations=mode, bias=bias)
         assert_near(whole, reference + bias)
@@ -112,7 +115,7 @@ def test_codes_match_the_reference_for_any_number_of_rows(isa, scheme, shape):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_dense_weights_match_the_reference_for_any_number_of_rows(isa, dtype, shape):
-    weight = (activations(*shape, seed=2) * 0.1).to(dtype)
+    weight = (activations(shape[0], shape[1], seed=2) * 0.1).to(dtype)
     tiles, x = tiled.tile(weight), activations(max(ROWS), shape[1])
     whole = tiled.run_linear(tiles, x, activations="exact")
     assert_near(whole, x @ weight.float().T)
@@ -255,7 +258,11 @@ def test_what_cannot_be_tiled_is_refused_with_a_reason():
 )
 def test_the_reason_names_what_does_not_fit(scheme, device, reason):
     told = tiled.unsupported_reason(LinearSpec(96, 16, torch.float32, device, scheme))
-    assert told is None if reason is None else reason in told
+    if reason is None:
+        assert told is None
+    else:
+        assert told is not None
+        assert reason in told
 
 
 @needs_library
@@ -269,11 +276,52 @@ def test_arguments_that_do_not_fit_are_refused():
     with pytest.raises(ConfigError, match="x is"):
         tiled.linear_args(weight, Int8Buffer(2, 32), out, num_tokens)
     with pytest.raises(ConfigError, match="dense"):
-        tiled.linear_args(
-            tiled.tile(torch.zeros(16, 64)), Int8Buffer(2, 64), out, num_tokens
-        )
+        tiled.linear_args(tiled.tile(torch.zeros(16, 64)), Int8Buffer(2, 64), out, num_tokens)
     with pytest.raises(ConfigError, match="residual"):
         tiled.linear_args(weight, x, out, num_tokens, residual=torch.zeros(3, 16))
+
+
+@needs_library
+def test_the_library_refuses_a_broken_op():
+    weight, num_tokens = tiled.tile(quantized(16, 64, WeightScheme(4, 32))), torch.tensor([0])
+    out, int8 = torch.zeros(2, 16), Int8Buffer(2, 64)
+    assert ctypes.sizeof(tiled.TiledWeightArgs) == 56
+    assert ctypes.sizeof(tiled.LinearArgs) == 136
+
+    def run(**changes):
+        args = tiled.linear_args(weight, int8, out, num_tokens)
+        for name, value in changes.items():
+            owner = args.weight if name in dict(args.weight._fields_) else args
+            setattr(owner, name, value)
+        program = Program()
+        program.add(OpKind.LINEAR, args)
+        program.run(1)
+
+    run()
+    floats = torch.zeros(2, 64)
+    exact = {"int8_rows": None, "float_rows": floats.data_ptr(), "float_columns": 64}
+    run(**exact, float_stride=64)
+    for changes in (
+        {"data": None},
+        {"scales": None},
+        {"out": None},
+        {"num_tokens": None},
+        {"int8_rows": None},
+        {"float_rows": floats.data_ptr()},
+        {"kind": 2},
+        {"kind": 4},
+        {"kind": -1},
+        {"group_size": 0},
+        {"group_size": 48},
+        {"in_features": 96},
+        {"in_features": 33},
+        {"out_features": 0},
+        {"out_features": 17},
+        {**exact, "float_stride": 63},
+        {**exact, "float_columns": 65, "float_stride": 65},
+    ):
+        with pytest.raises(QinferError):
+            run(**changes)
 
 
 @needs_library
