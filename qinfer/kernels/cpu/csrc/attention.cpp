@@ -10,33 +10,39 @@ namespace qinfer {
 namespace QINFER_ISA {
 namespace {
 
+void clear(float* states, int64_t count, int64_t stride) {
+  for (int64_t r = 0; r < count; ++r) states[r * stride + 1] = 0.0f;
+}
+
 int64_t token_stride(const qinfer_attention& op) {
   return (op.num_heads + 2 * int64_t{op.pages.num_kv_heads}) * op.pages.head_dim;
 }
 
-void clear(const Rows& rows, float* states) {
-  for (int64_t r = 0; r < rows.count; ++r) states[r * state_stride(rows.head_dim) + 1] = 0.0f;
-}
-
-// Writes the finished rows [begin, end) of an item to `out`.
-void finish(const qinfer_attention& op, const Tile& tile, int64_t kv_head, const float* states,
-            int64_t begin, int64_t end) {
+// Writes the finished rows of tokens [begin, end) of a tile to `out`.
+void finish(const qinfer_attention& op, const Tile& tile, const float* states, int64_t begin,
+            int64_t end) {
   const int64_t head_dim = op.pages.head_dim;
   const int64_t group = op.num_heads / op.pages.num_kv_heads;
-  for (int64_t r = begin; r < end; ++r) {
-    const float* state = states + r * state_stride(head_dim);
-    const int64_t head = kv_head * group + r % group;
-    float* out = op.out + ((tile.first_token + r / group) * op.num_heads + head) * head_dim;
-    for (int64_t i = 0; i < head_dim; ++i) out[i] = state[kStateHead + i] / state[1];
+  for (int64_t kv_head = 0; kv_head < op.pages.num_kv_heads; ++kv_head) {
+    for (int64_t i = begin * group; i < end * group; ++i) {
+      const float* state =
+          states + (kv_head * tile.num_tokens * group + i) * state_stride(head_dim);
+      const int64_t head = kv_head * group + i % group;
+      float* out = op.out + ((tile.first_token + i / group) * op.num_heads + head) * head_dim;
+      for (int64_t d = 0; d < head_dim; ++d) out[d] = state[kStateHead + d] / state[1];
+    }
   }
 }
 
+int64_t element_bytes(int32_t kind) {
+  if (kind == QINFER_KV_FP32) return 4;
+  return kind == QINFER_KV_FP16 || kind == QINFER_KV_BF16 ? 2 : 1;
+}
+
 // The keys of span `span` that `tile` sees.
-void find_keys(const qinfer_attention& op, const Tile& tile, int64_t kv_head, int64_t span,
-               Keys* keys) {
+void find_keys(const qinfer_attention& op, const Tile& tile, int64_t span, Keys* keys) {
   const int64_t start = span * kSpan;
   keys->pages = &op.pages;
-  keys->kv_head = kv_head;
   keys->begin = at_least(tile.key_begin - start, 0);
   keys->end = at_most(tile.key_end - start, kSpan);
   keys->window = op.sliding_window;
@@ -44,60 +50,77 @@ void find_keys(const qinfer_attention& op, const Tile& tile, int64_t kv_head, in
   keys->end_visible = tile.first_position + 1 - start;
   const int64_t* table = op.block_tables + tile.sequence * *op.table_width;
   const int64_t size = op.pages.block_size;
-  int64_t block = (start + keys->begin) / size;
-  int64_t offset = (start + keys->begin) % size;
-  for (int64_t j = keys->begin; j < keys->end; ++j) {
-    keys->index[j] = (table[block] * size + offset) * op.pages.num_kv_heads + kv_head;
-    if (++offset == size) {
-      offset = 0;
-      ++block;
-    }
+  for (int64_t j = keys->begin; j < keys->end;) {
+    const int64_t offset = (start + j) % size;
+    const int64_t run = at_most(keys->end - j, size - offset);
+    const int64_t first = table[(start + j) / size] * size + offset;
+    for (int64_t i = 0; i < run; ++i) keys->index[j + i] = (first + i) * op.pages.num_kv_heads;
+    j += run;
   }
 }
 
-// Spans [begin, end) of an item. `states` points at the states of its rows; with `apart`, at those
-// of span `begin`, and each further span has its own.
+// A thread's share of a tile: units from (span, kv head) to (span, kv head), the last not included.
+struct Share {
+  int64_t begin_span;
+  int64_t begin_head;
+  int64_t end_span;
+  int64_t end_head;
+
+  bool empty() const {
+    return begin_span > end_span || (begin_span == end_span && begin_head >= end_head);
+  }
+};
+
+// `states` points at the states of the tile's rows, of which each span has its own if `apart`.
+// `next` is the tile that follows, if any.
 template <typename Span>
-void attend_item(const qinfer_attention& op, const Tile& tile, int64_t kv_head, int64_t begin,
-                 int64_t end, Arena arena, float* states, bool apart) {
+void attend_tile(const qinfer_attention& op, const Tile& tile, const Tile* next, const Share& share,
+                 Arena arena, float* states, bool apart) {
   const int64_t head_dim = op.pages.head_dim;
-  const int64_t group = op.num_heads / op.pages.num_kv_heads;
+  const int64_t heads = op.pages.num_kv_heads;
+  const int64_t group = op.num_heads / heads;
   const int64_t stride = state_stride(head_dim);
-  const Rows rows{op.qkv + tile.first_token * token_stride(op) + kv_head * group * head_dim,
-                  token_stride(op), group, tile.num_tokens * group, head_dim, op.scale};
+  const Rows rows{op.qkv + tile.first_token * token_stride(op), token_stride(op), group,
+                  tile.num_tokens, heads, head_dim, op.scale};
   float* parts = arena.take<float>(Span::kRowsTogether * stride);
   Span kernel(arena, rows);
-  clear(rows, states);
-  for (int64_t span = begin; span < end; ++span) {
-    Keys keys;
-    find_keys(op, tile, kv_head, span, &keys);
-    kernel.load_keys(keys);
-    if (apart && span > begin) {
-      states += tile_rows(group) * stride;
-      clear(rows, states);
+  Keys keys[2];
+  find_keys(op, tile, share.begin_span, &keys[share.begin_span % 2]);
+  for (int64_t span = share.begin_span; span < tile.end_span; ++span) {
+    Keys& now = keys[span % 2];
+    Keys& later = keys[(span + 1) % 2];
+    const bool more = span + 1 < tile.end_span || next != nullptr;
+    if (span + 1 < tile.end_span) {
+      find_keys(op, tile, span + 1, &later);
+    } else if (next != nullptr) {
+      find_keys(op, *next, next->first_span, &later);
     }
-    for (int64_t r = 0; r < rows.count; r += Span::kRowsTogether) {
-      const int64_t count = at_most(Span::kRowsTogether, rows.count - r);
-      kernel.attend(keys, r, count, parts);
-      for (int64_t i = 0; i < count; ++i) {
-        join(parts + i * stride, head_dim, states + (r + i) * stride);
+    Prefetch ahead(more ? &later : nullptr, heads, head_dim * element_bytes(op.pages.kind));
+    const int64_t first = span == share.begin_span ? share.begin_head : 0;
+    const int64_t last = span < share.end_span ? heads : span == share.end_span ? share.end_head : 0;
+    for (int64_t kv_head = first; kv_head < last; ++kv_head) {
+      now.kv_head = kv_head;
+      kernel.load_keys(now, ahead);
+      const int64_t end = (kv_head + 1) * rows.per_head();
+      for (int64_t r = kv_head * rows.per_head(); r < end; r += Span::kRowsTogether) {
+        const int64_t count = at_most(Span::kRowsTogether, end - r);
+        if (apart || span == tile.first_span) clear(states + r * stride, count, stride);
+        kernel.attend(now, r, count, parts);
+        join(parts, count, head_dim, states + r * stride);
       }
     }
+    if (apart) states += heads * tile_rows(group) * stride;
   }
 }
 
-void attend(const qinfer_attention& op, const Tile& tile, int64_t kv_head, int64_t begin,
-            int64_t end, Arena arena, float* states, bool apart) {
+void attend(const qinfer_attention& op, const Tile& tile, const Tile* next, const Share& share,
+            Arena arena, float* states, bool apart) {
 #if defined(__AVX512VNNI__)
   if (op.pages.kind == QINFER_KV_INT8) {
-    return attend_item<Int8Span>(op, tile, kv_head, begin, end, arena, states, apart);
+    return attend_tile<Int8Span>(op, tile, next, share, arena, states, apart);
   }
 #endif
-  attend_item<FloatSpan>(op, tile, kv_head, begin, end, arena, states, apart);
-}
-
-bool same_item(const Cut& cut, const Tile& tile, int64_t kv_head) {
-  return cut.tile.index == tile.index && cut.kv_head == kv_head;
+  attend_tile<FloatSpan>(op, tile, next, share, arena, states, apart);
 }
 
 }  // namespace
@@ -108,53 +131,60 @@ void attention(const void* args, int32_t thread, int32_t threads) {
   const Cut from = plan.cut(thread);
   const Cut to = plan.cut(thread + 1);
   Arena arena(plan.workspace(thread));
-  const int64_t stride = state_stride(op.pages.head_dim);
-  float* own = arena.take<float>(tile_rows(plan.group()) * stride);
-  plan.for_tiles([&](const Tile& tile) {
-    if (tile.index < from.tile.index) return true;
-    for (int64_t kv_head = 0; kv_head < op.pages.num_kv_heads; ++kv_head) {
-      if (tile.index == from.tile.index && kv_head < from.kv_head) continue;
-      const bool starts = !(from.inside && same_item(from, tile, kv_head));
-      const bool ends = !same_item(to, tile, kv_head);
-      const int64_t begin = starts ? tile.first_span : from.span;
-      const int64_t end = ends ? tile.end_span : to.span;
-      if (tile.index > to.tile.index || (tile.index == to.tile.index && kv_head > to.kv_head) ||
-          begin >= end) {
-        return tile.index < to.tile.index;
-      }
-      if (starts && ends) {
-        attend(op, tile, kv_head, begin, end, arena, own, false);
-        finish(op, tile, kv_head, own, 0, tile.num_tokens * plan.group());
-      } else if (starts) {
-        attend(op, tile, kv_head, begin, end, arena, plan.slot(thread, 0), false);
-      } else {
-        float* slot = plan.slot(plan.region(from, thread), begin - tile.first_span);
-        attend(op, tile, kv_head, begin, end, arena, slot, true);
-      }
+  float* own = arena.take<float>(plan.slot(0, 1) - plan.slot(0, 0));
+  const auto work = [&](const Tile& tile, const Tile* next) {
+    const bool starts = !(from.inside && from.tile.index == tile.index);
+    const bool ends = to.tile.index != tile.index;
+    const Share share{starts ? tile.first_span : from.span, starts ? 0 : from.kv_head,
+                      ends ? tile.end_span : to.span, ends ? 0 : to.kv_head};
+    if (share.empty()) return;
+    if (starts && ends) {
+      attend(op, tile, next, share, arena, own, false);
+      finish(op, tile, own, 0, tile.num_tokens);
+    } else if (starts) {
+      attend(op, tile, next, share, arena, plan.slot(thread, 0), false);
+    } else {
+      const int32_t region = plan.region(from, thread);
+      float* slot = plan.slot(region, share.begin_span - tile.first_span);
+      attend(op, tile, next, share, arena, slot, true);
     }
-    return tile.index < to.tile.index;
+  };
+  Tile pending{};
+  bool waits = false;  // a tile waits until its follower is known
+  plan.for_tiles([&](const Tile& tile) {
+    if (waits) work(pending, &tile);
+    waits = tile.index >= from.tile.index && tile.index <= to.tile.index;
+    pending = tile;
+    return tile.index <= to.tile.index;
   });
+  if (waits) work(pending, nullptr);
 }
 
 namespace {
 
-// Joins the slots of the item that the stretch of `thread` divides, for tokens [begin, end).
-void join_item(const qinfer_attention& op, const Plan& plan, int32_t thread, int64_t begin,
+// Joins the slots of the tile that the stretch of `thread` divides, for tokens [begin, end).
+void join_tile(const qinfer_attention& op, const Plan& plan, int32_t thread, int64_t begin,
                int64_t end) {
   const Cut cut = plan.cut(thread);
   if (!cut.inside || plan.region(cut, thread) != thread - 1) return;
   const Tile& tile = cut.tile;
-  const int64_t first = at_least(begin - tile.first_token, 0) * plan.group();
-  const int64_t last = at_most(end - tile.first_token, tile.num_tokens) * plan.group();
-  const int64_t head_dim = op.pages.head_dim;
+  const int64_t first = at_least(begin - tile.first_token, 0);
+  const int64_t last = at_most(end - tile.first_token, tile.num_tokens);
+  const int64_t stride = state_stride(op.pages.head_dim);
   float* states = plan.slot(thread - 1, 0);
-  for (int64_t span = cut.span; span < tile.end_span; ++span) {
+  for (int64_t span = tile.first_span + 1; span < tile.end_span; ++span) {
     const float* parts = plan.slot(thread - 1, span - tile.first_span);
-    for (int64_t r = first; r < last; ++r) {
-      join(parts + r * state_stride(head_dim), head_dim, states + r * state_stride(head_dim));
+    for (int64_t kv_head = 0; kv_head < op.pages.num_kv_heads; ++kv_head) {
+      if (span < cut.span || (span == cut.span && kv_head < cut.kv_head)) continue;
+      const int64_t row = kv_head * tile.num_tokens;
+      const int64_t stop = (row + last) * plan.group();
+      for (int64_t r = (row + first) * plan.group(); r < stop; r += kRowBlock) {
+        join(parts + r * stride, at_most(kRowBlock, stop - r), op.pages.head_dim,
+             states + r * stride);
+      }
     }
   }
-  finish(op, tile, cut.kv_head, states, first, last);
+  finish(op, tile, states, first, last);
 }
 
 void quantize_token(const qinfer_attention& op, int64_t token) {
@@ -179,7 +209,7 @@ void merge(const void* args, int32_t thread, int32_t threads) {
   const int64_t begin = num_tokens * thread / threads;
   const int64_t end = num_tokens * (thread + 1) / threads;
   const Plan plan(op, threads);
-  for (int32_t other = 1; other < threads; ++other) join_item(op, plan, other, begin, end);
+  for (int32_t other = 1; other < threads; ++other) join_tile(op, plan, other, begin, end);
   if (op.int8_rows == nullptr) return;
   for (int64_t token = begin; token < end; ++token) quantize_token(op, token);
 }

@@ -14,21 +14,28 @@ constexpr int64_t kBlock = 4 * kWidth;  // columns of a product: four vectors
 
 // c[r] = sum over k of a[r][k] * b[k], for kRows rows and kVectors vectors of columns.
 template <int kRows, int kVectors>
-inline void product(const float* a, int64_t a_stride, const float* b, int64_t b_stride,
+QINFER_NOINLINE void product(const float* a, int64_t a_stride, const float* b, int64_t b_stride,
                     int64_t depth, float* c, int64_t c_stride) {
   Floats sums[kRows][kVectors];
+  QINFER_UNROLL
   for (int r = 0; r < kRows; ++r) {
+    QINFER_UNROLL
     for (int v = 0; v < kVectors; ++v) sums[r][v] = splat(0.0f);
   }
   for (int64_t k = 0; k < depth; ++k) {
     Floats factors[kRows];
+    QINFER_UNROLL
     for (int r = 0; r < kRows; ++r) factors[r] = splat(a[r * a_stride + k]);
+    QINFER_UNROLL
     for (int v = 0; v < kVectors; ++v) {
       const Floats column = load(b + k * b_stride + v * kWidth);
+      QINFER_UNROLL
       for (int r = 0; r < kRows; ++r) sums[r][v] = fma(factors[r], column, sums[r][v]);
     }
   }
+  QINFER_UNROLL
   for (int r = 0; r < kRows; ++r) {
+    QINFER_UNROLL
     for (int v = 0; v < kVectors; ++v) store(c + r * c_stride + v * kWidth, sums[r][v]);
   }
 }
@@ -124,25 +131,25 @@ class FloatSpan {
 
   FloatSpan(Arena& arena, const Rows& rows)
       : rows_(rows), padded_(round_up(rows.head_dim, kWidth)) {
-    q_ = arena.take<float>(rows.count * rows.head_dim);
+    q_ = arena.take<float>(rows.count() * rows.head_dim);
     keys_ = arena.take<float>(kSpan * padded_);
     values_ = arena.take<float>(kSpan * padded_);
     lines_ = arena.take<float>(kWidth * padded_);
     scores_ = arena.take<float>(kRowsTogether * kSpan);
-    for (int64_t r = 0; r < rows.count; ++r) {
+    for (int64_t r = 0; r < rows.count(); ++r) {
       const float* from = rows.row(r);
       float* to = q_ + r * rows.head_dim;
       for (int64_t i = 0; i < rows.head_dim; ++i) to[i] = from[i] * rows.scale;
     }
   }
 
-  void load_keys(const Keys& keys) {
+  void load_keys(const Keys& keys, Prefetch& ahead) {
     switch (keys.pages->kind) {
-      case QINFER_KV_FP32: return load_kind<QINFER_KV_FP32>(keys);
-      case QINFER_KV_FP16: return load_kind<QINFER_KV_FP16>(keys);
-      case QINFER_KV_BF16: return load_kind<QINFER_KV_BF16>(keys);
-      case QINFER_KV_FP8_E4M3: return load_kind<QINFER_KV_FP8_E4M3>(keys);
-      default: return load_kind<QINFER_KV_INT8>(keys);
+      case QINFER_KV_FP32: return load_kind<QINFER_KV_FP32>(keys, ahead);
+      case QINFER_KV_FP16: return load_kind<QINFER_KV_FP16>(keys, ahead);
+      case QINFER_KV_BF16: return load_kind<QINFER_KV_BF16>(keys, ahead);
+      case QINFER_KV_FP8_E4M3: return load_kind<QINFER_KV_FP8_E4M3>(keys, ahead);
+      default: return load_kind<QINFER_KV_INT8>(keys, ahead);
     }
   }
 
@@ -154,7 +161,7 @@ class FloatSpan {
                       kBlock, rows_.head_dim, scores_ + key, kSpan);
     }
     for (int64_t r = 0; r < count; ++r) {
-      softmax(keys, visible(keys, rows_, begin + r), scores_ + r * kSpan, parts + r * stride);
+      softmax(keys, visible(keys, rows_.token(begin + r)), scores_ + r * kSpan, parts + r * stride);
     }
     product_wide(count, padded_ / kWidth, scores_ + keys.begin, kSpan,
                  values_ + keys.begin * padded_, padded_, keys.end - keys.begin,
@@ -163,27 +170,28 @@ class FloatSpan {
 
  private:
   template <int kKind>
-  void load_kind(const Keys& keys) {
+  void load_kind(const Keys& keys, Prefetch& ahead) {
     const qinfer_pages& pages = *keys.pages;
-    for (int64_t j = keys.begin; j < keys.end; ++j) {
-      convert<kKind>(pages.v, pages.v_scales, keys.index[j], rows_.head_dim,
-                     values_ + j * padded_);
-    }
     for (int64_t key = keys.begin / kWidth * kWidth; key < keys.end; key += kWidth) {
-      load_columns<kKind>(keys, key);
+      load_columns<kKind>(keys, key, ahead);
+    }
+    for (int64_t j = keys.begin; j < keys.end; ++j) {
+      convert<kKind>(pages.v, pages.v_scales, keys.element(j), rows_.head_dim,
+                     values_ + j * padded_);
     }
   }
 
   // kWidth keys from `first` on as columns of their block.
   template <int kKind>
-  void load_columns(const Keys& keys, int64_t first) {
+  QINFER_NOINLINE void load_columns(const Keys& keys, int64_t first, Prefetch& ahead) {
     const qinfer_pages& pages = *keys.pages;
     float* block = keys_ + first / kBlock * kBlock * padded_ + first % kBlock;
     for (int64_t j = 0; j < kWidth; ++j) {
       const int64_t key = first + j;
       float* row = lines_ + j * padded_;
       if (key >= keys.begin && key < keys.end) {
-        convert<kKind>(pages.k, pages.k_scales, keys.index[key], rows_.head_dim, row);
+        ahead.step();
+        convert<kKind>(pages.k, pages.k_scales, keys.element(key), rows_.head_dim, row);
       } else {
         for (int64_t i = 0; i < padded_; ++i) row[i] = 0.0f;
       }
@@ -199,7 +207,7 @@ class FloatSpan {
   }
 
   // Turns scores into weights, zero outside the visible keys; writes maximum and sum.
-  void softmax(const Keys& keys, Visible seen, float* scores, float* part) {
+  QINFER_NOINLINE void softmax(const Keys& keys, Visible seen, float* scores, float* part) {
     const int64_t start = keys.begin / kWidth * kWidth;
     const Floats nothing = splat(-__builtin_inff());
     Floats tops = nothing;

@@ -24,6 +24,12 @@ constexpr float kWeightCodes = 65535.0f;     // and of a weight
 // Below this a largest element counts as zero: its inverse would overflow.
 constexpr float kSmallest = 1e-30f;
 
+// sum += unsigned times signed bytes, by fours. As assembly: for the intrinsic GCC copies every sum
+// from register to register, which costs a third of the speed.
+inline void dot(__m512i& sum, __m512i unsigned_bytes, __m512i signed_bytes) {
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_bytes), "v"(signed_bytes));
+}
+
 inline __m512i load_ints(const void* p) { return _mm512_loadu_si512(p); }
 
 class Int8Span {
@@ -34,28 +40,22 @@ class Int8Span {
       : rows_(rows),
         quads_((rows.head_dim + 3) / 4),
         blocks_((rows.head_dim + 63) / 64) {
-    q_ = arena.take<int32_t>(rows.count * quads_ * 2);
-    q_scales_ = arena.take<float>(rows.count);
-    q_starts_ = arena.take<int32_t>(rows.count * 2);
+    q_ = arena.take<int32_t>(rows.count() * quads_ * 2);
+    q_scales_ = arena.take<float>(rows.count());
+    q_starts_ = arena.take<int32_t>(rows.count() * 2);
     keys_ = arena.take<int32_t>(kSpan * quads_);
     values_ = arena.take<int8_t>(kSpan * blocks_ * 64);
     key_scales_ = arena.take<float>(kSpan);
     value_scales_ = arena.take<float>(kSpan);
     scores_ = arena.take<float>(kRowsTogether * kSpan);
-    weights_ = arena.take<uint8_t>(kRowsTogether * 2 * kSpan);
-    for (int64_t r = 0; r < rows.count; ++r) quantize_query(r);
+    weights_ = arena.take<int32_t>(kRowsTogether * kSpan);
+    for (int64_t r = 0; r < rows.count(); ++r) quantize_query(r);
   }
 
-  void load_keys(const Keys& keys) {
-    const qinfer_pages& pages = *keys.pages;
-    for (int64_t j = 0; j < kSpan; ++j) {
-      const bool held = j >= keys.begin && j < keys.end;
-      key_scales_[j] = held ? scale_at(pages.k_scales, keys.index[j]) : 0.0f;
-      value_scales_[j] = held ? scale_at(pages.v_scales, keys.index[j]) : 0.0f;
-    }
+  void load_keys(const Keys& keys, Prefetch& ahead) {
     const int64_t first = keys.begin / kKeyBlock * kKeyBlock;
-    for (int64_t key = first; key < keys.end; key += 16) load_key_columns(keys, key);
-    for (int64_t key = keys.begin / 4 * 4; key < keys.end; key += 4) load_value_quad(keys, key);
+    for (int64_t key = first; key < keys.end; key += 16) load_key_columns(keys, key, ahead);
+    for (int64_t block = 0; block < blocks_; ++block) load_values(keys, block, ahead);
   }
 
   // Results [maximum, sum, ..., mixed] of rows [begin, begin + count).
@@ -80,6 +80,13 @@ class Int8Span {
     const int8_t* from = static_cast<const int8_t*>(elements) + index * rows_.head_dim + begin;
     if (rest >= 64) return load_ints(from);
     return _mm512_maskz_loadu_epi8((uint64_t{1} << rest) - 1, from);
+  }
+
+  // The same for a key that may not be there.
+  __m512i element_or_zero(const Keys& keys, const void* elements, int64_t key,
+                          int64_t begin) const {
+    if (key < keys.begin || key >= keys.end) return _mm512_setzero_si512();
+    return element(elements, keys.element(key), begin);
   }
 
   void quantize_query(int64_t r) {
@@ -110,48 +117,62 @@ class Int8Span {
   }
 
   // 16 keys from `first` on: vector i of their block holds bytes 4 i ... 4 i + 3 of every key.
-  void load_key_columns(const Keys& keys, int64_t first) {
+  QINFER_NOINLINE void load_key_columns(const Keys& keys, int64_t first, Prefetch& ahead) {
     int32_t* block = keys_ + first / kKeyBlock * kKeyBlock * quads_ + first % kKeyBlock;
-    const __m512i offset = _mm512_set1_epi8(static_cast<char>(0x80));
+    for (int64_t j = at_least(first, keys.begin); j < at_most(first + 16, keys.end); ++j) {
+      if (j % 2 == 0) ahead.step();
+      key_scales_[j] = scale_at(keys.pages->k_scales, keys.element(j));
+      value_scales_[j] = scale_at(keys.pages->v_scales, keys.element(j));
+    }
     const bool all = first >= keys.begin && first + 16 <= keys.end;
     for (int64_t begin = 0; begin < rows_.head_dim; begin += 64) {
+      int32_t* to = block + begin / 4 * kKeyBlock;
       __m512i in[16];
-      __m512i out[16];
-      for (int64_t j = 0; j < 16; ++j) {
-        const int64_t key = first + j;
-        in[j] = all || (key >= keys.begin && key < keys.end)
-                    ? element(keys.pages->k, keys.index[key], begin)
-                    : _mm512_setzero_si512();
-        in[j] = _mm512_xor_si512(in[j], offset);
-      }
-      transpose(in, out);
-      const int64_t quads = at_most(quads_ - begin / 4, 16);
-      for (int64_t i = 0; i < quads; ++i) {
-        _mm512_storeu_si512(block + (begin / 4 + i) * kKeyBlock, out[i]);
+      if (all && begin + 64 <= rows_.head_dim) {
+        const int8_t* from = static_cast<const int8_t*>(keys.pages->k) + begin;
+        QINFER_UNROLL
+        for (int i = 0; i < 16; ++i) in[i] = load_ints(from + keys.element(first + i) * rows_.head_dim);
+        store_columns(in, 16, to);
+      } else {
+        for (int i = 0; i < 16; ++i) in[i] = element_or_zero(keys, keys.pages->k, first + i, begin);
+        store_columns(in, at_most(quads_ - begin / 4, 16), to);
       }
     }
   }
 
-  // 4 values: each dword of a vector holds one column of the four. Within 64 columns vector i has
-  // in its 128-bit lane l the columns 16 l + 4 i ... 16 l + 4 i + 3.
-  void load_value_quad(const Keys& keys, int64_t first) {
-    for (int64_t block = 0; block < blocks_; ++block) {
+  // 16 keys to `count` columns. Inlined, so that the vectors stay in registers.
+  __attribute__((always_inline)) static void store_columns(const __m512i* in, int64_t count,
+                                                           int32_t* to) {
+    const __m512i offset = _mm512_set1_epi8(static_cast<char>(0x80));
+    __m512i unsigned_bytes[16];
+    __m512i out[16];
+    QINFER_UNROLL
+    for (int i = 0; i < 16; ++i) unsigned_bytes[i] = _mm512_xor_si512(in[i], offset);
+    transpose(unsigned_bytes, out);
+    QINFER_UNROLL
+    for (int i = 0; i < 16; ++i) {
+      if (i < count) _mm512_storeu_si512(to + i * kKeyBlock, out[i]);
+    }
+  }
+
+  // 64 columns of the values by fours: each dword of a vector holds one column of the four. Vector
+  // i has in its 128-bit lane l the columns 16 l + 4 i ... 16 l + 4 i + 3.
+  QINFER_NOINLINE void load_values(const Keys& keys, int64_t block, Prefetch& ahead) {
+    int8_t* to = values_ + block * kSpan * 64;
+    for (int64_t first = keys.begin / 4 * 4; first < keys.end; first += 4) {
+      if (block == 0) ahead.step();
+      if (block == 0) ahead.step();
       __m512i in[4];
-      for (int64_t j = 0; j < 4; ++j) {
-        const int64_t key = first + j;
-        in[j] = key >= keys.begin && key < keys.end
-                    ? element(keys.pages->v, keys.index[key], block * 64)
-                    : _mm512_setzero_si512();
-      }
+      QINFER_UNROLL
+      for (int i = 0; i < 4; ++i) in[i] = element_or_zero(keys, keys.pages->v, first + i, block * 64);
       const __m512i low01 = _mm512_unpacklo_epi8(in[0], in[1]);
       const __m512i high01 = _mm512_unpackhi_epi8(in[0], in[1]);
       const __m512i low23 = _mm512_unpacklo_epi8(in[2], in[3]);
       const __m512i high23 = _mm512_unpackhi_epi8(in[2], in[3]);
-      int8_t* to = values_ + (block * kSpan + first) * 64;
-      _mm512_storeu_si512(to, _mm512_unpacklo_epi16(low01, low23));
-      _mm512_storeu_si512(to + 64, _mm512_unpackhi_epi16(low01, low23));
-      _mm512_storeu_si512(to + 128, _mm512_unpacklo_epi16(high01, high23));
-      _mm512_storeu_si512(to + 192, _mm512_unpackhi_epi16(high01, high23));
+      _mm512_storeu_si512(to + first * 64, _mm512_unpacklo_epi16(low01, low23));
+      _mm512_storeu_si512(to + first * 64 + 64, _mm512_unpackhi_epi16(low01, low23));
+      _mm512_storeu_si512(to + first * 64 + 128, _mm512_unpacklo_epi16(high01, high23));
+      _mm512_storeu_si512(to + first * 64 + 192, _mm512_unpackhi_epi16(high01, high23));
     }
   }
 
@@ -162,9 +183,10 @@ class Int8Span {
       score_block<kRows>(begin, key);
     }
     float factors[kRows];
+    QINFER_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      const Visible seen = visible(keys, rows_, begin + r);
-      factors[r] = softmax(keys, seen, scores_ + r * kSpan, weights_ + r * 2 * kSpan,
+      const Visible seen = visible(keys, rows_.token(begin + r));
+      factors[r] = softmax(keys, seen, scores_ + r * kSpan, weights_ + r * kSpan,
                            parts + r * stride);
     }
     for (int64_t block = 0; block < blocks_; ++block) {
@@ -174,11 +196,14 @@ class Int8Span {
 
   // Scores of kRows rows against the 64 keys from `key` on.
   template <int kRows>
-  void score_block(int64_t begin, int64_t key) {
+  QINFER_NOINLINE void score_block(int64_t begin, int64_t key) {
     __m512i sums[kRows][2][4];
+    QINFER_UNROLL
     for (int r = 0; r < kRows; ++r) {
+      QINFER_UNROLL
       for (int half = 0; half < 2; ++half) {
         const __m512i start = _mm512_set1_epi32(q_starts_[2 * (begin + r) + half]);
+        QINFER_UNROLL
         for (int v = 0; v < 4; ++v) sums[r][half][v] = start;
       }
     }
@@ -186,18 +211,24 @@ class Int8Span {
     const int32_t* q = q_ + begin * quads_ * 2;
     for (int64_t i = 0; i < quads_; ++i) {
       __m512i column[4];
+      QINFER_UNROLL
       for (int v = 0; v < 4; ++v) column[v] = load_ints(columns + i * kKeyBlock + v * 16);
+      QINFER_UNROLL
       for (int r = 0; r < kRows; ++r) {
+        QINFER_UNROLL
         for (int half = 0; half < 2; ++half) {
           const __m512i bytes = _mm512_set1_epi32(q[(r * quads_ + i) * 2 + half]);
+          QINFER_UNROLL
           for (int v = 0; v < 4; ++v) {
-            sums[r][half][v] = _mm512_dpbusd_epi32(sums[r][half][v], column[v], bytes);
+            dot(sums[r][half][v], column[v], bytes);
           }
         }
       }
     }
+    QINFER_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const Floats scale = splat(q_scales_[begin + r]);
+      QINFER_UNROLL
       for (int v = 0; v < 4; ++v) {
         const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(sums[r][0][v], 7), sums[r][1][v]);
         const Floats key_scale = mul(load(key_scales_ + key + v * 16), scale);
@@ -206,80 +237,90 @@ class Int8Span {
     }
   }
 
-  // Writes the weights as high and low bytes, maximum and sum to `part`; returns the factor of a
-  // weight's code.
-  float softmax(const Keys& keys, Visible seen, float* scores, uint8_t* bytes, float* part) {
+  // Writes the weights as bytes, maximum and sum to `part`; returns the factor of a weight's code.
+  QINFER_NOINLINE float softmax(const Keys& keys, Visible seen, float* scores, int32_t* bytes,
+                                float* part) {
     const int64_t start = keys.begin / 16 * 16;
-    const Floats nothing = splat(-__builtin_inff());
-    Floats tops = nothing;
-    for (int64_t j = start; j < keys.end; j += 16) {
-      tops = max(tops, inside(load(scores + j), seen.begin - j, seen.end - j, nothing));
-    }
-    part[0] = max_of(tops);
-    const Floats base = splat(part[0]);
+    part[0] = most_of(scores, start, keys.end, seen);
+    const Floats top = splat(part[0]);
     Floats sums = splat(0.0f);
     __m512i most = _mm512_setzero_si512();  // as bits, so that NaN is above all
     for (int64_t j = start; j < keys.end; j += 16) {
-      const __mmask16 mask = lanes(seen.begin - j, seen.end - j);
-      const Floats weight = exponential(sub(load(scores + j), base));
-      const Floats scaled = _mm512_maskz_mul_ps(mask, weight, load(value_scales_ + j));
-      sums = _mm512_mask_add_ps(sums, mask, sums, weight);
-      most = _mm512_max_epi32(most, _mm512_and_si512(as_ints(scaled), splat_int(0x7fffffff)));
+      Floats weight = exponential(sub(load(scores + j), top));
+      Floats scaled = mul(weight, load(value_scales_ + j));
+      if (j < seen.begin || j + 16 > seen.end) {
+        weight = inside(weight, seen.begin - j, seen.end - j, splat(0.0f));
+        scaled = inside(scaled, seen.begin - j, seen.end - j, splat(0.0f));
+      }
+      sums = add(sums, weight);
+      most = _mm512_max_epu32(most, as_ints(scaled));
       store(scores + j, scaled);
     }
     part[1] = sum_of(sums);
-    const float amax = float_of(static_cast<uint32_t>(_mm512_reduce_max_epi32(most)));
+    const float amax = float_of(_mm512_reduce_max_epu32(most) & 0x7fffffffu);
     const float inverse = amax > kSmallest ? kWeightCodes / amax : 0.0f;  // 0 for NaN
-    split(keys, scores, inverse, bytes);
+    for (int64_t j = start; j < keys.end; j += 16) {
+      split(mul(load(scores + j), splat(inverse)), bytes + j);
+    }
     return amax / kWeightCodes;
   }
 
-  void split(const Keys& keys, const float* scaled, float inverse, uint8_t* bytes) {
-    const Floats factor = splat(inverse);
-    for (int64_t j = keys.begin / 16 * 16; j < keys.end; j += 16) {
-      const __m512i code = _mm512_cvtps_epi32(mul(load(scaled + j), factor));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes + j),
-                       _mm512_cvtepi32_epi8(_mm512_srli_epi32(code, 8)));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes + kSpan + j), _mm512_cvtepi32_epi8(code));
+  static float most_of(const float* scores, int64_t begin, int64_t end, Visible seen) {
+    const Floats nothing = splat(-__builtin_inff());
+    Floats most = nothing;
+    for (int64_t j = begin; j < end; j += 16) {
+      const Floats score = load(scores + j);
+      most = max(most, j < seen.begin || j + 16 > seen.end
+                           ? inside(score, seen.begin - j, seen.end - j, nothing)
+                           : score);
     }
+    return max_of(most);
   }
 
-  static __mmask16 lanes(int64_t begin, int64_t end) {
-    const uint32_t upto_end = end >= 16 ? 0xffffu : end <= 0 ? 0u : (1u << end) - 1;
-    const uint32_t upto_begin = begin >= 16 ? 0xffffu : begin <= 0 ? 0u : (1u << begin) - 1;
-    return static_cast<__mmask16>(upto_end & ~upto_begin);
+  // Codes of 16 weights: of each four the high bytes, then the low bytes, then 8 bytes not used.
+  static void split(Floats x, int32_t* to) {
+    const __m512i order = _mm512_broadcast_i32x4(
+        _mm_setr_epi8(1, 5, 9, 13, 0, 4, 8, 12, 2, 6, 10, 14, 2, 6, 10, 14));
+    _mm512_storeu_si512(to, _mm512_shuffle_epi8(_mm512_cvtps_epi32(x), order));
   }
 
   // 64 columns of the mixed values of kRows rows.
   template <int kRows>
-  void mix_block(const Keys& keys, int64_t block, const float* factors, float* out,
+  QINFER_NOINLINE void mix_block(const Keys& keys, int64_t block, const float* factors, float* out,
                  int64_t stride) {
     __m512i sums[kRows][2][4];
+    QINFER_UNROLL
     for (int r = 0; r < kRows; ++r) {
+      QINFER_UNROLL
       for (int half = 0; half < 2; ++half) {
+        QINFER_UNROLL
         for (int v = 0; v < 4; ++v) sums[r][half][v] = _mm512_setzero_si512();
       }
     }
     const int8_t* values = values_ + block * kSpan * 64;
     for (int64_t j = keys.begin / 4 * 4; j < keys.end; j += 4) {
       __m512i column[4];
+      QINFER_UNROLL
       for (int v = 0; v < 4; ++v) column[v] = load_ints(values + j * 64 + v * 64);
+      QINFER_UNROLL
       for (int r = 0; r < kRows; ++r) {
+        QINFER_UNROLL
         for (int half = 0; half < 2; ++half) {
-          int32_t quad;
-          __builtin_memcpy(&quad, weights_ + (r * 2 + half) * kSpan + j, 4);
-          const __m512i bytes = _mm512_set1_epi32(quad);
+          const __m512i bytes = _mm512_set1_epi32(weights_[r * kSpan + j + half]);
+          QINFER_UNROLL
           for (int v = 0; v < 4; ++v) {
-            sums[r][half][v] = _mm512_dpbusd_epi32(sums[r][half][v], bytes, column[v]);
+            dot(sums[r][half][v], bytes, column[v]);
           }
         }
       }
     }
+    QINFER_UNROLL
     for (int r = 0; r < kRows; ++r) store_mixed(sums[r], factors[r], out + r * stride);
   }
 
-  static void store_mixed(const __m512i sums[2][4], float factor, float* out) {
+  __attribute__((always_inline)) static void store_mixed(const __m512i sums[2][4], float factor, float* out) {
     Floats x[4];
+    QINFER_UNROLL
     for (int v = 0; v < 4; ++v) {
       const Floats sum = fma(_mm512_cvtepi32_ps(sums[0][v]), splat(256.0f),
                              _mm512_cvtepi32_ps(sums[1][v]));
@@ -307,7 +348,7 @@ class Int8Span {
   float* key_scales_;
   float* value_scales_;
   float* scores_;         // [kRowsTogether][kSpan]
-  uint8_t* weights_;      // [kRowsTogether][2][kSpan]
+  int32_t* weights_;      // [kRowsTogether][kSpan / 4][4]: high bytes, low bytes, not used
 };
 
 }  // namespace QINFER_ISA

@@ -1,11 +1,11 @@
 // How attention is cut into work and where its scratch lies. No arithmetic on values here.
 //
-// A tile is a few consecutive query tokens of one sequence; tile x kv head is an item, whose rows
-// are those tokens' query heads that share the kv head. The keys of an item come in spans at
-// absolute multiples of kSpan. The spans of all items, one item after the other, form a line that
-// is cut into one stretch per thread, of about equal cost. An item inside a stretch is finished
-// there. Of an item that is cut, the first thread leaves the joined result of its spans in slot 0
-// of a region of scratch, the others leave each span's result in a slot of its own, and merge
+// A tile is a few consecutive query tokens of one sequence with all their heads. The keys of a tile
+// come in spans at absolute multiples of kSpan; span x kv head is a unit of work. The units of all
+// tiles, tile by tile, span by span (the heads of a span are neighbours in memory), form a line that
+// is cut into one stretch per thread, of about equal cost. A tile inside a stretch is finished
+// there. Of a tile that is cut, the first thread leaves the joined results of its units in slot 0 of
+// a region of scratch, the others leave each span's results in the slot of that span, and merge
 // joins the slots in ascending order: what one thread alone would have done.
 #pragma once
 
@@ -33,14 +33,15 @@ constexpr int64_t tile_rows(int64_t group) { return tile_tokens(group) * group; 
 
 // One thread's buffers: states and queries of a tile, one span of keys and values, scores and
 // results of a block of rows. Sized for float32; the integer kernel needs less.
-constexpr int64_t workspace_floats(int64_t group, int64_t head_dim) {
+constexpr int64_t workspace_floats(int64_t group, int64_t num_kv_heads, int64_t head_dim) {
   const int64_t dim = round_up(head_dim, 64);
-  return tile_rows(group) * (state_stride(head_dim) + dim + 16) + 2 * kSpan * dim + 16 * dim +
-         4 * kSpan + kRowBlock * (2 * kSpan + state_stride(head_dim)) + 16 * 16;
+  return num_kv_heads * tile_rows(group) * (state_stride(head_dim) + dim + 16) + 2 * kSpan * dim +
+         16 * dim + 4 * kSpan + kRowBlock * (2 * kSpan + state_stride(head_dim)) + 16 * 16;
 }
 
-constexpr int64_t region_floats(int64_t group, int64_t head_dim, int64_t num_spans) {
-  return num_spans * tile_rows(group) * state_stride(head_dim);
+constexpr int64_t region_floats(int64_t group, int64_t num_kv_heads, int64_t head_dim,
+                                int64_t num_spans) {
+  return num_spans * num_kv_heads * tile_rows(group) * state_stride(head_dim);
 }
 
 struct Tile {
@@ -53,15 +54,15 @@ struct Tile {
   int64_t key_end;
   int64_t first_span;
   int64_t end_span;
-  int64_t cost;            // of one item
+  int64_t key_cost;        // of a key of one head
 };
 
-// A place on the line of spans.
+// A place on the line of units.
 struct Cut {
   Tile tile;      // index = number of tiles: the end
-  int64_t kv_head;
   int64_t span;
-  bool inside;    // the cut divides an item
+  int64_t kv_head;
+  bool inside;    // the cut divides a tile
 };
 
 class Plan {
@@ -69,7 +70,7 @@ class Plan {
   Plan(const qinfer_attention& op, int32_t threads)
       : op_(op), threads_(threads), group_(op.num_heads / op.pages.num_kv_heads) {
     for_tiles([this](const Tile& tile) {
-      total_ += tile.cost * op_.pages.num_kv_heads;
+      total_ += cost(tile);
       num_spans_ = at_least(num_spans_, tile.end_span - tile.first_span);
       return true;
     });
@@ -91,52 +92,58 @@ class Plan {
 
   // Where the stretch of `thread` begins; for thread = threads, the end.
   Cut cut(int32_t thread) const {
-    const int64_t heads = op_.pages.num_kv_heads;
     const int64_t target = total_ * thread / threads_;
     int64_t start = 0;
     Cut found{};
     for_tiles([&](const Tile& tile) {
-      found = Cut{tile, 0, tile.first_span, false};
-      if (target >= start + tile.cost * heads) {
-        start += tile.cost * heads;
+      found = Cut{tile, tile.first_span, 0, false};
+      if (target >= start + cost(tile)) {
+        start += cost(tile);
         ++found.tile.index;  // the end, unless another tile follows
         return true;
       }
-      found.kv_head = (target - start) / tile.cost;
-      const int64_t rest = target - start - found.kv_head * tile.cost;
-      const int64_t keys = tile.key_end - tile.key_begin;
-      found.span = (tile.key_begin + rest * keys / tile.cost) / kSpan;
-      found.inside = found.span > tile.first_span;
+      const int64_t key = tile.key_begin + (target - start) / span_cost(tile, 1);
+      found.span = key / kSpan;
+      const int64_t begin = at_least(found.span * kSpan, tile.key_begin);
+      const int64_t end = at_most((found.span + 1) * kSpan, tile.key_end);
+      const int64_t rest = target - start - span_cost(tile, begin - tile.key_begin);
+      found.kv_head = rest / (tile.key_cost * (end - begin));
+      found.inside = found.span > tile.first_span || found.kv_head > 0;
       return false;
     });
     return found;
   }
 
-  // The region of the item that `cut`, where `thread` begins, divides: the lowest such thread.
+  // The region of the tile that `cut`, where `thread` begins, divides: the lowest such thread.
   int32_t region(const Cut& cut, int32_t thread) const {
     while (thread > 1) {
       const Cut earlier = this->cut(thread - 1);
-      if (!(earlier.inside && earlier.tile.index == cut.tile.index &&
-            earlier.kv_head == cut.kv_head)) {
-        break;
-      }
+      if (!earlier.inside || earlier.tile.index != cut.tile.index) break;
       --thread;
     }
     return thread - 1;
   }
 
   float* workspace(int32_t thread) const {
-    return aligned() + thread * round_up(workspace_floats(group_, op_.pages.head_dim), 16);
+    const int64_t floats =
+        workspace_floats(group_, op_.pages.num_kv_heads, op_.pages.head_dim);
+    return aligned() + thread * round_up(floats, 16);
   }
 
-  // States of the rows of a divided item.
+  // States of the rows of a divided tile.
   float* slot(int32_t region, int64_t slot) const {
+    const int64_t num_kv_heads = op_.pages.num_kv_heads;
     const int64_t head_dim = op_.pages.head_dim;
-    return workspace(threads_) + region * region_floats(group_, head_dim, num_spans_) +
-           slot * tile_rows(group_) * state_stride(head_dim);
+    return workspace(threads_) + region * region_floats(group_, num_kv_heads, head_dim, num_spans_) +
+           slot * region_floats(group_, num_kv_heads, head_dim, 1);
   }
 
  private:
+  int64_t span_cost(const Tile& tile, int64_t keys) const {
+    return keys * tile.key_cost * op_.pages.num_kv_heads;
+  }
+  int64_t cost(const Tile& tile) const { return span_cost(tile, tile.key_end - tile.key_begin); }
+
   float* aligned() const {
     return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(op_.scratch) + 63) & ~uintptr_t{63});
   }
@@ -154,7 +161,7 @@ class Plan {
     tile.key_end = tile.first_position + tile.num_tokens;
     tile.first_span = tile.key_begin / kSpan;
     tile.end_span = (tile.key_end + kSpan - 1) / kSpan;
-    tile.cost = (tile.key_end - tile.key_begin) * (tile.num_tokens * group_ + kKeyCost);
+    tile.key_cost = tile.num_tokens * group_ + kKeyCost;
     return tile;
   }
 

@@ -12,6 +12,12 @@
 
 #include "int8.h"
 
+// For the innermost functions: inlined into one, they compete for its registers.
+#define QINFER_NOINLINE __attribute__((noinline))
+
+// Before loops over accumulators, which stay in registers only if unrolled completely and early.
+#define QINFER_UNROLL _Pragma("GCC unroll 16")
+
 namespace qinfer {
 namespace QINFER_ISA {
 
@@ -65,22 +71,26 @@ inline Floats inside(Floats x, int64_t begin, int64_t end, Floats other) {
 inline void transpose(const Ints* rows, Ints* out) {
   Ints a[16];
   Ints b[16];
+  QINFER_UNROLL
   for (int i = 0; i < 16; i += 2) {
     a[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
     a[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
   }
+  QINFER_UNROLL
   for (int i = 0; i < 16; i += 4) {
     b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
     b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
     b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
     b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
   }
+  QINFER_UNROLL
   for (int i = 0; i < 4; ++i) {
     a[i] = _mm512_shuffle_i32x4(b[i], b[i + 4], 0x88);
     a[i + 4] = _mm512_shuffle_i32x4(b[i], b[i + 4], 0xdd);
     a[i + 8] = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0x88);
     a[i + 12] = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0xdd);
   }
+  QINFER_UNROLL
   for (int i = 0; i < 4; ++i) {
     out[i] = _mm512_shuffle_i32x4(a[i], a[i + 8], 0x88);
     out[i + 4] = _mm512_shuffle_i32x4(a[i + 4], a[i + 12], 0x88);
@@ -135,16 +145,19 @@ inline Floats inside(Floats x, int64_t begin, int64_t end, Floats other) {
 inline void transpose(const Ints* rows, Ints* out) {
   Ints a[8];
   Ints b[8];
+  QINFER_UNROLL
   for (int i = 0; i < 8; i += 2) {
     a[i] = _mm256_unpacklo_epi32(rows[i], rows[i + 1]);
     a[i + 1] = _mm256_unpackhi_epi32(rows[i], rows[i + 1]);
   }
+  QINFER_UNROLL
   for (int i = 0; i < 8; i += 4) {
     b[i] = _mm256_unpacklo_epi64(a[i], a[i + 2]);
     b[i + 1] = _mm256_unpackhi_epi64(a[i], a[i + 2]);
     b[i + 2] = _mm256_unpacklo_epi64(a[i + 1], a[i + 3]);
     b[i + 3] = _mm256_unpackhi_epi64(a[i + 1], a[i + 3]);
   }
+  QINFER_UNROLL
   for (int i = 0; i < 4; ++i) {
     out[i] = _mm256_permute2x128_si256(b[i], b[i + 4], 0x20);
     out[i + 4] = _mm256_permute2x128_si256(b[i], b[i + 4], 0x31);
@@ -230,11 +243,31 @@ inline Floats from_fp8(const uint8_t* p) {
   return mul(as_floats(or_int(magnitude, sign)), splat(float_of(247u << 23)));
 }
 
-// e^x for x <= 0 to about one unit in the last place (Cephes' polynomial); below -87 a number of
-// about 1e-38, which is nothing beside the 1 of the maximum. NaN stays NaN.
+// e^x for x <= 0 to about one unit in the last place; NaN stays NaN.
+#if defined(__AVX512F__)
+
+// x log2(e) = n + f; 2^f by Cephes' polynomial.
+inline Floats exponential(Floats x) {
+  const Floats n = _mm512_roundscale_ps(mul(x, splat(1.44269504f)), 8);
+  Floats f = _mm512_fmsub_ps(x, splat(1.44269504f), n);
+  f = fma(x, splat(1.925963033e-8f), f);
+  Floats p = splat(1.535336188319500e-4f);
+  p = fma(p, f, splat(1.339887440266574e-3f));
+  p = fma(p, f, splat(9.618437357674640e-3f));
+  p = fma(p, f, splat(5.550332471162809e-2f));
+  p = fma(p, f, splat(2.402264791363012e-1f));
+  p = fma(p, f, splat(6.931472028550421e-1f));
+  p = fma(p, f, splat(1.0f));
+  return _mm512_scalef_ps(p, n);
+}
+
+#else
+
+// x = n ln 2 + r; e^r by Cephes' polynomial. Below -87 the result is some number of about 1e-38,
+// which is nothing beside the 1 of the maximum.
 inline Floats exponential(Floats x) {
   x = max(splat(-87.0f), x);
-  const Floats shifted = fma(x, splat(1.44269504f), splat(kToInteger));  // x = n ln 2 + r
+  const Floats shifted = fma(x, splat(1.44269504f), splat(kToInteger));
   const Floats n = sub(shifted, splat(kToInteger));
   const Floats r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), x));
   Floats p = splat(1.9875691500e-4f);
@@ -249,6 +282,8 @@ inline Floats exponential(Floats x) {
   const Ints power = add_int(shift_left<23>(as_ints(shifted)), splat_int(127 << 23));
   return mul(p, as_floats(power));
 }
+
+#endif
 
 }  // namespace QINFER_ISA
 }  // namespace qinfer

@@ -1,4 +1,4 @@
-// What the kernels of one span share: the rows and keys of an item, and the state of a row.
+// What the kernels of one span share: the rows and keys of a tile, and the state of a row.
 #pragma once
 
 #include "attention_plan.h"
@@ -7,28 +7,38 @@
 namespace qinfer {
 namespace QINFER_ISA {
 
-// The query rows of an item: row r is query head r % group of token r / group.
+// The query rows of a tile, kv head by kv head; those of a kv head are token by token the query
+// heads that share it.
 struct Rows {
-  const float* q;         // of row 0
+  const float* q;         // of the first token
   int64_t token_stride;   // floats from one token to the next
-  int64_t group;
-  int64_t count;
+  int64_t group;          // query heads per kv head
+  int64_t num_tokens;
+  int64_t num_kv_heads;
   int64_t head_dim;
   float scale;
 
-  const float* row(int64_t r) const { return q + r / group * token_stride + r % group * head_dim; }
+  int64_t per_head() const { return num_tokens * group; }
+  int64_t count() const { return num_kv_heads * per_head(); }
+  int64_t token(int64_t r) const { return r % per_head() / group; }
+  const float* row(int64_t r) const {
+    const int64_t head = r / per_head() * group + r % group;
+    return q + token(r) * token_stride + head * head_dim;
+  }
 };
 
-// The keys of a span that an item sees; positions count from the start of the span.
+// The keys of a span that a tile sees; positions count from the start of the span.
 struct Keys {
   const qinfer_pages* pages;
-  int64_t kv_head;
-  int64_t begin;          // keys [begin, end) hold a token that some row sees
+  int64_t begin;          // keys [begin, end) are seen by some row
   int64_t end;
-  int64_t first_visible;  // of row 0; may be negative
-  int64_t end_visible;    // of row 0; each further token sees one more key, and one less behind
+  int64_t first_visible;  // to the first token; may be negative
+  int64_t end_visible;    // to the first token; each further token sees one more, one less behind
   int64_t window;         // 0 = none
-  int64_t index[kSpan];   // slot of each key, where [begin, end) holds it
+  int64_t kv_head;        // in turn
+  int64_t index[kSpan];   // of the element of kv head 0
+
+  int64_t element(int64_t j) const { return index[j] + kv_head; }
 };
 
 // Keys [begin, end) of a span that a row sees.
@@ -37,31 +47,75 @@ struct Visible {
   int64_t end;
 };
 
-inline Visible visible(const Keys& keys, const Rows& rows, int64_t r) {
-  const int64_t token = r / rows.group;
+inline Visible visible(const Keys& keys, int64_t token) {
   const int64_t begin = keys.window > 0 ? keys.first_visible + token : 0;
   return {at_least(begin, 0), at_most(keys.end_visible + token, kSpan)};
 }
 
-// Joins the result of a span, `part`, into the state of its row, in ascending order of spans.
-inline void join(const float* part, int64_t head_dim, float* state) {
-  if (part[1] == 0.0f) return;  // saw no key
-  const int64_t size = kStateHead + head_dim;
-  if (state[1] == 0.0f) {
-    for (int64_t i = 0; i < size; i += kWidth) store(state + i, load(part + i));
-    return;
+// Asks for the keys and values of the next span, element by element in the order of the memory,
+// while this span is at work. The machine does not foresee it: it follows a few lines at a time, and
+// blocks and heads are apart.
+class Prefetch {
+ public:
+  Prefetch(const Keys* next, int64_t num_kv_heads, int64_t bytes)
+      : next_(next), token_(next == nullptr ? 0 : next->begin), heads_(num_kv_heads),
+        bytes_(bytes) {}
+
+  void step() {
+    if (next_ == nullptr || token_ >= next_->end) return;
+    const qinfer_pages& pages = *next_->pages;
+    const int64_t index = next_->index[token_];
+    for (int64_t i = 0; i < bytes_; i += 64) {
+      __builtin_prefetch(static_cast<const char*>(pages.k) + (index + head_) * bytes_ + i);
+      __builtin_prefetch(static_cast<const char*>(pages.v) + (index + head_) * bytes_ + i);
+    }
+    if (head_ == 0 && pages.k_scales != nullptr) {
+      __builtin_prefetch(pages.k_scales + index);
+      __builtin_prefetch(pages.v_scales + index);
+    }
+    if (++head_ == heads_) {
+      head_ = 0;
+      ++token_;
+    }
   }
-  const float top = part[0] > state[0] ? part[0] : state[0];
-  alignas(64) float decay[kWidth] = {};
-  decay[0] = state[0] - top;
-  decay[1] = part[0] - top;
-  store(decay, exponential(load(decay)));
-  state[0] = top;
-  state[1] = state[1] * decay[0] + part[1] * decay[1];
-  const Floats old_decay = splat(decay[0]);
-  const Floats new_decay = splat(decay[1]);
-  for (int64_t i = kStateHead; i < size; i += kWidth) {
-    store(state + i, fma(load(part + i), new_decay, mul(load(state + i), old_decay)));
+
+ private:
+  const Keys* next_;
+  int64_t token_;
+  int64_t head_ = 0;
+  const int64_t heads_;
+  const int64_t bytes_;  // of an element
+};
+
+// Joins the results of a span into the states of `count` <= kRowBlock rows, in ascending order of
+// spans.
+inline void join(const float* parts, int64_t count, int64_t head_dim, float* states) {
+  const int64_t stride = state_stride(head_dim);
+  const int64_t size = kStateHead + head_dim;
+  alignas(64) float decays[round_up(2 * kRowBlock, kWidth)] = {};
+  for (int64_t r = 0; r < count; ++r) {
+    const float part = parts[r * stride];
+    const float state = states[r * stride];
+    const float top = part > state ? part : state;
+    decays[2 * r] = state - top;
+    decays[2 * r + 1] = part - top;
+  }
+  for (int64_t i = 0; i < 2 * count; i += kWidth) store(decays + i, exponential(load(decays + i)));
+  for (int64_t r = 0; r < count; ++r) {
+    const float* part = parts + r * stride;
+    float* state = states + r * stride;
+    if (part[1] == 0.0f) continue;  // saw no key
+    if (state[1] == 0.0f) {
+      for (int64_t i = 0; i < size; i += kWidth) store(state + i, load(part + i));
+      continue;
+    }
+    state[0] = part[0] > state[0] ? part[0] : state[0];
+    state[1] = state[1] * decays[2 * r] + part[1] * decays[2 * r + 1];
+    const Floats old_decay = splat(decays[2 * r]);
+    const Floats new_decay = splat(decays[2 * r + 1]);
+    for (int64_t i = kStateHead; i < size; i += kWidth) {
+      store(state + i, fma(load(part + i), new_decay, mul(load(state + i), old_decay)));
+    }
   }
 }
 

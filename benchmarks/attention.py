@@ -1,0 +1,112 @@
+"""Speed of the attention ops alone, INT8 against fp16 pages.
+
+    python benchmarks/attention.py --heads 9 --kv-heads 3 --head-dim 64 --layers 30
+
+Every layer has its own pages, so what a step reads is what a model's step would read. The page
+types alternate, so that a busy machine slows both. Times are for all layers; GB/s counts the pages
+read once, Gop/s two operations per multiplication that causality leaves.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+
+import torch
+
+from qinfer.kernels.cpu import native, paged
+from qinfer.kernels.cpu.program import Program
+from qinfer.kvcache.layout import KVLayout
+from qinfer.kvcache.pool import KVPool
+from qinfer.schemes import KV_SCHEMES
+
+# Sequences, tokens of each in the step, tokens in the cache after it.
+LOADS = ((1, 1, 128), (1, 1, 1024), (8, 1, 1024), (8, 1, 4096), (1, 512, 512), (1, 512, 1536))
+
+
+class Case:
+    """One load on one type of pages, recorded as a program."""
+
+    def __init__(self, args: argparse.Namespace, kv: str, load: tuple[int, int, int]) -> None:
+        sequences, tokens, length = load
+        scheme = KV_SCHEMES[kv]
+        self.layout = KVLayout(args.layers, args.kv_heads, args.head_dim, scheme)
+        blocks = self.layout.num_blocks(length)
+        pool = KVPool(self.layout, sequences * blocks)
+        rows = sequences * tokens
+        qkv = torch.randn(rows, (args.heads + 2 * args.kv_heads) * args.head_dim)
+        index = paged.StepIndex(
+            positions=torch.arange(length - tokens, length).repeat(sequences),
+            slots=torch.zeros(rows, dtype=torch.int64),
+            block_tables=torch.randperm(sequences * blocks).view(sequences, blocks),
+            seq_lens=torch.full((sequences,), length),
+            query_starts=torch.arange(sequences + 1) * tokens,
+            num_tokens=torch.tensor([rows]),
+            num_sequences=torch.tensor([sequences]),
+            table_width=torch.tensor([blocks]),
+        )
+        sizes = (args.heads, args.kv_heads, args.head_dim)
+        scratch = torch.empty(paged.scratch_floats(args.threads, length, *sizes))
+        output = paged.AttentionOutput(torch.empty(rows, args.heads * args.head_dim), scratch)
+        self.program = Program()
+        for layer in range(args.layers):
+            cache = pool.layer(layer)
+            for tensor in (cache.k, cache.v):
+                tensor.copy_(torch.randint(-127, 128, tensor.shape, dtype=torch.int8))
+            for scales in (cache.k_scales, cache.v_scales):
+                if scales is not None:
+                    scales.fill_(0.01)
+            paged.attention(self.program, qkv, output, cache, scheme, index, args.window)
+        self.threads = args.threads
+        self.tokens = rows
+        self.bytes = sequences * length * self.layout.bytes_per_token
+        seen = sum(range(length - tokens + 1, length + 1)) * sequences
+        self.operations = 4 * seen * args.heads * args.head_dim * args.layers
+
+    def seconds(self) -> float:
+        start = time.perf_counter()
+        self.program.run(self.threads)
+        return time.perf_counter() - start
+
+
+def measure(args: argparse.Namespace, load: tuple[int, int, int]) -> Iterator[str]:
+    """Yield one line per page type."""
+    cases = {kv: Case(args, kv, load) for kv in args.kv}
+    times: dict[str, list[float]] = {kv: [] for kv in cases}
+    for _ in range(args.rounds):
+        for kv, case in cases.items():
+            times[kv].append(case.seconds())
+    for kv, case in cases.items():
+        best, median = min(times[kv]), statistics.median(times[kv])
+        yield (
+            f"{load[0]:3d} x {load[1]:4d} at {load[2]:5d}  {kv:9s} {1e3 * best:9.3f} ms "
+            f"(median {1e3 * median:9.3f})  {case.tokens / best:8.0f} tok/s "
+            f"{case.bytes / best / 1e9:6.1f} GB/s {case.operations / best / 1e9:6.0f} Gop/s"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--heads", type=int, default=9)
+    parser.add_argument("--kv-heads", type=int, default=3)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--window", type=int)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--kv", nargs="+", default=["int8", "fp16"], choices=list(KV_SCHEMES))
+    parser.add_argument("--isa", help="portable, avx2 or avx512; default: the best there is")
+    parser.add_argument("--loads", nargs="+", type=int, default=range(len(LOADS)))
+    args = parser.parse_args()
+    library = native.load()
+    if library is None or (args.isa and not library.use_isa(args.isa)):
+        parser.error("the C++ kernels or this instruction set are not available")
+    print(f"{library.isa}, {args.threads} threads, {args.heads}/{args.kv_heads} heads of "
+          f"{args.head_dim}, {args.layers} layers")  # fmt: skip
+    for number in args.loads:
+        for line in measure(args, LOADS[number]):
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
