@@ -5,7 +5,7 @@
 // tokens or threads:
 //   int8 rows:  total = sum over groups of scale * (sum over 32 columns of x_scale * integer sum)
 //   float rows: total = sum over steps of 32 columns of (sum of x * w), w dequantized in float32;
-//               in steps, since one long chain of additions loses a digit
+//               what the additions of the steps round off is kept and added at the end
 #include "linear.h"
 
 #include "kernels.h"
@@ -21,6 +21,8 @@ constexpr int kStep = QINFER_ACTIVATION_GROUP;  // columns that share an activat
 // A thread's activations of one block of tokens stay in its L2 cache while the tiles pass by.
 constexpr int64_t kBlockBytes = 384 << 10;
 constexpr int64_t kMaxBlock = 128;
+// Few rows that are moved together take so much of the L1 cache at most.
+constexpr int64_t kFewBytes = 20 << 10;
 // Weights are asked for so far ahead that they arrive in time. For one token the hardware does it
 // better alone.
 constexpr int64_t kPrefetchBytes = 2048;
@@ -63,9 +65,18 @@ inline const qinfer_int8_group* from_row(const qinfer_int8_group* group, int64_t
   return reinterpret_cast<const qinfer_int8_group*>(reinterpret_cast<const char*>(group) + 4 * row);
 }
 
-// partial[r] += x_scale * integer sum, for the kStep columns of one step of a tile.
-template <int Bits, int Rows>
-inline void int8_step(const uint8_t* tile, const int16_t* zeros, const qinfer_int8_group& x,
+// The same with room for Rows rows only, so that a few rows stay in the L1 cache.
+template <int Rows>
+struct FewRows {
+  int8_t codes[8][Rows][4];
+  float scales[Rows];
+  int32_t sums[Rows];
+};
+
+// partial[r] += x_scale * integer sum, for the kStep columns of one step of a tile. Group is
+// qinfer_int8_group or FewRows.
+template <int Bits, int Rows, typename Group>
+inline void int8_step(const uint8_t* tile, const int16_t* zeros, const Group& x,
                       Floats (&partial)[Rows]) {
   constexpr int kParts = 8 / Bits;            // quads of columns per 64 bytes of a tile
   constexpr int kLoads = kStep / 4 / kParts;  // 64-byte loads per step
@@ -90,9 +101,9 @@ inline void int8_step(const uint8_t* tile, const int16_t* zeros, const qinfer_in
   }
 }
 
-// Rows tokens from `token` on, all of one row block, times one tile.
-template <int Bits, int Rows>
-void int8_block(const qinfer_linear& op, int64_t token, int64_t tile) {
+// Rows tokens from `token` on, whose groups are `x`, times one tile.
+template <int Bits, int Rows, typename Group>
+inline void int8_tile(const qinfer_linear& op, const Group* x, int64_t token, int64_t tile) {
   constexpr int64_t kStepBytes = kStep * kLanes * Bits / 8;
   const qinfer_tiled_weight& w = op.weight;
   const int64_t steps = w.in_features / kStep, group_steps = w.group_size / kStep;
@@ -100,8 +111,6 @@ void int8_block(const qinfer_linear& op, int64_t token, int64_t tile) {
   const uint8_t* data = static_cast<const uint8_t*>(w.data) + tile * steps * kStepBytes;
   const uint16_t* scales = w.scales + tile * groups * kLanes;
   const int16_t* zeros = w.zeros ? w.zeros + tile * groups * kLanes : nullptr;
-  const qinfer_int8_group* block = op.int8_rows->groups + token / QINFER_ROW_BLOCK * steps;
-  const qinfer_int8_group* x = from_row(block, token % QINFER_ROW_BLOCK);
 
   // The lines to be written lie far apart; asked for now, they are here when the sums are.
   for (int r = 0; r < Rows; ++r) {
@@ -124,10 +133,18 @@ void int8_block(const qinfer_linear& op, int64_t token, int64_t tile) {
   for (int r = 0; r < Rows; ++r) write(op, token + r, tile, total[r]);
 }
 
-using Int8BlockFunction = void (*)(const qinfer_linear& op, int64_t token, int64_t tile);
+// Tokens [begin, begin + Rows), all of one row block, times one tile.
+template <int Bits, int Rows>
+void int8_block(const qinfer_linear& op, int64_t begin, int64_t tile) {
+  const int64_t steps = op.weight.in_features / kStep;
+  const qinfer_int8_group* block = op.int8_rows->groups + begin / QINFER_ROW_BLOCK * steps;
+  int8_tile<Bits, Rows>(op, from_row(block, begin % QINFER_ROW_BLOCK), begin, tile);
+}
+
+using Int8Block = void (*)(const qinfer_linear& op, int64_t begin, int64_t tile);
 
 template <int Bits, int Rows = kRows>
-inline Int8BlockFunction int8_block_for(int64_t rows) {
+inline Int8Block int8_block_for(int64_t rows) {
   if constexpr (Rows == 1) {
     return int8_block<Bits, 1>;
   } else {
@@ -140,6 +157,31 @@ void int8_unit(const qinfer_linear& op, int64_t begin, int64_t end, int64_t tile
   for (int64_t token = begin; token < end; token += kRows) {
     int8_block_for<Bits>(end - token)(op, token, tile);
   }
+}
+
+// All tokens of a step that has few, times tiles [begin, end). Their groups would leave most of
+// each cache line unused, so they are moved together first.
+template <int Bits, int Rows>
+void int8_few(const qinfer_linear& op, int64_t begin, int64_t end) {
+  alignas(64) FewRows<Rows> x[kFewBytes / sizeof(FewRows<Rows>)];
+  for (int64_t step = 0; step < op.weight.in_features / kStep; ++step) {
+    const qinfer_int8_group& group = op.int8_rows->groups[step];
+    for (int i = 0; i < 8; ++i) __builtin_memcpy(x[step].codes[i], group.codes[i], 4 * Rows);
+    __builtin_memcpy(x[step].scales, group.scales, sizeof x[step].scales);
+    __builtin_memcpy(x[step].sums, group.sums, sizeof x[step].sums);
+  }
+  for (int64_t tile = begin; tile < end; ++tile) int8_tile<Bits, Rows>(op, x, 0, tile);
+}
+
+using Int8Few = void (*)(const qinfer_linear& op, int64_t begin, int64_t end);
+
+// NULL where the rows are too many or too long.
+template <int Bits>
+Int8Few int8_few_for(int64_t rows, int64_t columns) {
+  constexpr Int8Few kFunctions[] = {nullptr, int8_few<Bits, 1>, int8_few<Bits, 2>,
+                                    int8_few<Bits, 3>, int8_few<Bits, 4>};
+  const bool fits = rows <= 4 && columns / kStep * rows * int64_t{sizeof(FewRows<1>)} <= kFewBytes;
+  return fits ? kFunctions[rows] : nullptr;
 }
 
 // --- float activations ---------------------------------------------------------------------------
@@ -200,14 +242,35 @@ inline const float* panel(const qinfer_tiled_weight& w, int64_t tile, int64_t st
   }
 }
 
-using Sums = float[kFloatTiles * kLanes];  // of one token
+// 16 sums of steps, with what their additions rounded off (TwoSum: Knuth, TAOCP 2, section 4.2.2).
+// One outlier early in a row would else cost every later addition a digit.
+struct alignas(64) Sum {
+  float sum[kLanes];
+  float lost[kLanes];
+
+  void clear() {
+    store(sum, fill(0.0f));
+    store(lost, fill(0.0f));
+  }
+  void take(Floats step) {
+    const Floats old = load(sum);
+    const Floats now = add(old, step);
+    const Floats taken = sub(now, old);
+    const Floats error = add(sub(old, sub(now, taken)), sub(step, taken));
+    store(sum, now);
+    store(lost, add(load(lost), error));
+  }
+  Floats total() const { return add(load(sum), load(lost)); }
+};
+
+using Sums = Sum[kFloatTiles];  // of one token
 
 // sums[r][t] += x[r] * panels[t] for kStep columns; `stride` lies between the rows of x.
 template <int Rows, int Tiles, typename Element>
 void add_step(const Element* const* panels, const float* x, int64_t stride, Sums* sums) {
   Floats total[Rows][Tiles];
   for (int r = 0; r < Rows; ++r) {
-    for (int t = 0; t < Tiles; ++t) total[r][t] = load(sums[r] + t * kLanes);
+    for (int t = 0; t < Tiles; ++t) total[r][t] = fill(0.0f);
   }
 #pragma GCC unroll 4
   for (int column = 0; column < kStep; ++column) {
@@ -219,7 +282,7 @@ void add_step(const Element* const* panels, const float* x, int64_t stride, Sums
     }
   }
   for (int r = 0; r < Rows; ++r) {
-    for (int t = 0; t < Tiles; ++t) store(sums[r] + t * kLanes, total[r][t]);
+    for (int t = 0; t < Tiles; ++t) sums[r][t].take(total[r][t]);
   }
 }
 
@@ -273,9 +336,9 @@ void float_step(const qinfer_linear& op, int64_t begin, int64_t end, int64_t ste
 
 void float_unit(const qinfer_linear& op, int64_t begin, int64_t end, int64_t tile, int64_t tiles) {
   const qinfer_tiled_weight& w = op.weight;
-  alignas(64) Sums sums[kMaxBlock];
+  Sums sums[kMaxBlock];
   for (int64_t r = 0; r < end - begin; ++r) {
-    for (float& sum : sums[r]) sum = 0.0f;
+    for (Sum& sum : sums[r]) sum.clear();
   }
   // Widened once for all tokens, unless there are so few that each step is read once anyway.
   const bool widen = w.kind != QINFER_WBF16 || end - begin > kRows;
@@ -298,7 +361,7 @@ void float_unit(const qinfer_linear& op, int64_t begin, int64_t end, int64_t til
   }
   for (int64_t token = begin; token < end; ++token) {
     for (int64_t t = 0; t < tiles; ++t) {
-      write(op, token, tile + t, load(sums[token - begin] + t * kLanes));
+      write(op, token, tile + t, sums[token - begin][t].total());
     }
   }
 }
@@ -328,15 +391,22 @@ void linear(const void* args, int32_t thread, int32_t threads) {
   const qinfer_linear& op = *static_cast<const qinfer_linear*>(args);
   const int64_t tokens = *op.num_tokens;
   if (tokens <= 0) return;
+  const int64_t tiles = ceil_div(op.weight.out_features, kLanes);
+  if (op.int8_rows != nullptr) {
+    const auto few_for = op.weight.kind == QINFER_W4 ? int8_few_for<4> : int8_few_for<8>;
+    if (const Int8Few few = few_for(tokens, op.weight.in_features)) {
+      few(op, tiles * thread / threads, tiles * (thread + 1) / threads);
+      return;
+    }
+  }
   const Unit unit = unit_for(op);
   const int64_t block = block_tokens(op, tokens);
-  const int64_t tiles = ceil_div(op.weight.out_features, kLanes);
   const int64_t unit_tiles = op.int8_rows ? 1 : kFloatTiles;
-  const int64_t pairs = ceil_div(tiles, unit_tiles);
-  const int64_t units = pairs * ceil_div(tokens, block);
+  const int64_t columns = ceil_div(tiles, unit_tiles);
+  const int64_t units = columns * ceil_div(tokens, block);
   // Units go token block by token block, so that a thread reads its part of the weights in order.
   for (int64_t i = units * thread / threads; i < units * (thread + 1) / threads; ++i) {
-    const int64_t begin = i / pairs * block, tile = i % pairs * unit_tiles;
+    const int64_t begin = i / columns * block, tile = i % columns * unit_tiles;
     unit(op, begin, smaller(tokens, begin + block), tile, smaller(unit_tiles, tiles - tile));
   }
 }
