@@ -33,7 +33,7 @@ def isa(request):
     library.use_isa(before)
 
 
-def quantized(out_features, in_features, scheme, *, seed=0, scattered=False):
+def quantized(out_features, in_features, scheme, seed=0, *, scattered=False):
     generator = torch.Generator().manual_seed(seed)
     half, groups = 1 << (scheme.bits - 1), scheme.num_groups(in_features)
     codes = torch.randint(
@@ -97,7 +97,7 @@ SHAPES = ((48, 128), (50, 40), (7, 36), (16, 352))
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_codes_match_the_reference_for_any_number_of_rows(isa, scheme, shape):
-    weight = quantized(*shape, scheme)
+    weight = quantized(shape[0], shape[1], scheme)
     tiles = tiled.tile(weight)
     x, bias = activations(max(ROWS), shape[1]), torch.linspace(-1, 1, shape[0])
     references: dict[tiled.Activations, torch.Tensor] = {
