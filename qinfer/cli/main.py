@@ -5,7 +5,7 @@ from importlib import import_module
 
 import click
 
-from qinfer import __version__
+from qinfer import __version__, env
 from qinfer.errors import QinferError
 
 # verb -> one line of help; the command is `command` in `qinfer.cli.<verb>`.
@@ -63,6 +63,7 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line; errors of qinfer end it with one line and their exit code."""
+    env.calm_openmp()
     try:
         cli(standalone_mode=True)
     except QinferError as error:

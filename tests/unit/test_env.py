@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,12 @@ def test_a_switch_that_is_neither_0_nor_1_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("QINFER_NATIVE", "no")
     with pytest.raises(ConfigError, match="QINFER_NATIVE is 'no'"):
         env.native_enabled()
+
+
+def test_calm_openmp_respects_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    env.calm_openmp()
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    env.calm_openmp()
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
