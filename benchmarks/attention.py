@@ -23,6 +23,10 @@ from qinfer.schemes import KV_SCHEMES
 # Sequences, tokens of each in the step, tokens in the cache after it.
 LOADS = ((1, 1, 128), (1, 1, 1024), (8, 1, 1024), (8, 1, 4096), (1, 512, 512), (1, 512, 1536))
 
+# Short steps are repeated within a program until this much is read: on a busy machine a thread may
+# wait long for its core when a program starts.
+PASS_BYTES = 1 << 28
+
 
 class Case:
     """One load on one type of pages, recorded as a program."""
@@ -49,6 +53,8 @@ class Case:
         scratch = torch.empty(paged.scratch_floats(args.threads, length, *sizes))
         output = paged.AttentionOutput(torch.empty(rows, args.heads * args.head_dim), scratch)
         self.program = Program()
+        self.bytes = sequences * length * self.layout.bytes_per_token
+        self.passes = max(1, PASS_BYTES // (self.bytes * tokens))
         for layer in range(args.layers):
             cache = pool.layer(layer)
             for tensor in (cache.k, cache.v):
@@ -56,17 +62,18 @@ class Case:
             for scales in (cache.k_scales, cache.v_scales):
                 if scales is not None:
                     scales.fill_(0.01)
+        for layer in range(args.layers * self.passes):
+            cache = pool.layer(layer % args.layers)
             paged.attention(self.program, qkv, output, cache, scheme, index, args.window)
         self.threads = args.threads
         self.tokens = rows
-        self.bytes = sequences * length * self.layout.bytes_per_token
         seen = sum(range(length - tokens + 1, length + 1)) * sequences
         self.operations = 4 * seen * args.heads * args.head_dim * args.layers
 
     def seconds(self) -> float:
         start = time.perf_counter()
         self.program.run(self.threads)
-        return time.perf_counter() - start
+        return (time.perf_counter() - start) / self.passes
 
 
 def measure(args: argparse.Namespace, load: tuple[int, int, int]) -> Iterator[str]:

@@ -264,7 +264,7 @@ def _pages(cache: PagedKV, scheme: KVScheme) -> Pages:
         raise ConfigError(f"pages of {element} do not hold {scheme} elements")
     shape = cache.k.shape
     scales = shape[:3] if scheme.quantized else ()
-    if (cache.k_scales is None) == scheme.quantized or (cache.v_scales is None) == scheme.quantized:
+    if scheme.quantized in (cache.k_scales is None, cache.v_scales is None):
         raise ConfigError(f"{scheme} pages have scales exactly if their elements are codes")
     return Pages(
         k=pointer("k", cache.k, element, shape),
@@ -280,13 +280,14 @@ def _pages(cache: PagedKV, scheme: KVScheme) -> Pages:
 
 def _num_heads(qkv: torch.Tensor, pages: Pages) -> int:
     """Return the query heads of `qkv`."""
-    num_heads = qkv.shape[1] // pages.head_dim - 2 * pages.num_kv_heads
-    if (num_heads + 2 * pages.num_kv_heads) * pages.head_dim != qkv.shape[1] or num_heads < 1:
+    num_kv_heads, head_dim = int(pages.num_kv_heads), int(pages.head_dim)
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    if (num_heads + 2 * num_kv_heads) * head_dim != qkv.shape[1] or num_heads < 1:
         raise ConfigError(
-            f"qkv has {qkv.shape[1]} columns, which do not hold q and {pages.num_kv_heads} k and v "
-            f"heads of {pages.head_dim}"
+            f"qkv has {qkv.shape[1]} columns, which do not hold q and {num_kv_heads} k and v "
+            f"heads of {head_dim}"
         )
-    reason = unsupported_reason(num_heads, pages.num_kv_heads, pages.head_dim)
+    reason = unsupported_reason(num_heads, num_kv_heads, head_dim)
     if reason is not None:
         raise ConfigError(reason)
     return num_heads

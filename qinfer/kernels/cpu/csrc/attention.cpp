@@ -86,7 +86,10 @@ void attend_tile(const qinfer_attention& op, const Tile& tile, const Tile* next,
   Span kernel(arena, rows);
   Keys keys[2];
   find_keys(op, tile, share.begin_span, &keys[share.begin_span % 2]);
-  for (int64_t span = share.begin_span; span < tile.end_span; ++span) {
+  const int64_t bytes = head_dim * element_bytes(op.pages.kind);
+  Prefetch(&keys[share.begin_span % 2], heads, bytes).advance(kSpan * heads);
+  const int64_t stop = at_most(share.end_span + 1, tile.end_span);
+  for (int64_t span = share.begin_span; span < stop; ++span) {
     Keys& now = keys[span % 2];
     Keys& later = keys[(span + 1) % 2];
     const bool more = span + 1 < tile.end_span || next != nullptr;
@@ -95,9 +98,9 @@ void attend_tile(const qinfer_attention& op, const Tile& tile, const Tile* next,
     } else if (next != nullptr) {
       find_keys(op, *next, next->first_span, &later);
     }
-    Prefetch ahead(more ? &later : nullptr, heads, head_dim * element_bytes(op.pages.kind));
+    Prefetch ahead(more ? &later : nullptr, heads, bytes);
     const int64_t first = span == share.begin_span ? share.begin_head : 0;
-    const int64_t last = span < share.end_span ? heads : span == share.end_span ? share.end_head : 0;
+    const int64_t last = span < share.end_span ? heads : share.end_head;
     for (int64_t kv_head = first; kv_head < last; ++kv_head) {
       now.kv_head = kv_head;
       kernel.load_keys(now, ahead);

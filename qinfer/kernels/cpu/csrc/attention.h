@@ -67,8 +67,8 @@ typedef struct qinfer_attention {
   int32_t reserved;
 } qinfer_attention;
 
-// Floats of scratch for runs on up to `threads` threads and sequences of up to `max_context` tokens.
-// It does not depend on the batch.
+// Floats of scratch for runs on up to `threads` threads and sequences of up to `max_context`
+// tokens. It does not depend on the batch.
 QINFER_API int64_t qinfer_attention_scratch(int32_t threads, int64_t max_context, int32_t num_heads,
                                             int32_t num_kv_heads, int32_t head_dim);
 

@@ -190,7 +190,7 @@ class FloatSpan {
       const int64_t key = first + j;
       float* row = lines_ + j * padded_;
       if (key >= keys.begin && key < keys.end) {
-        ahead.step();
+        ahead.advance(1);
         convert<kKind>(pages.k, pages.k_scales, keys.element(key), rows_.head_dim, row);
       } else {
         for (int64_t i = 0; i < padded_; ++i) row[i] = 0.0f;

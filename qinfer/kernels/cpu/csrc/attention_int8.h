@@ -55,7 +55,7 @@ class Int8Span {
   void load_keys(const Keys& keys, Prefetch& ahead) {
     const int64_t first = keys.begin / kKeyBlock * kKeyBlock;
     for (int64_t key = first; key < keys.end; key += 16) load_key_columns(keys, key, ahead);
-    for (int64_t block = 0; block < blocks_; ++block) load_values(keys, block, ahead);
+    for (int64_t block = 0; block < blocks_; ++block) load_values(keys, block);
   }
 
   // Results [maximum, sum, ..., mixed] of rows [begin, begin + count).
@@ -120,7 +120,7 @@ class Int8Span {
   QINFER_NOINLINE void load_key_columns(const Keys& keys, int64_t first, Prefetch& ahead) {
     int32_t* block = keys_ + first / kKeyBlock * kKeyBlock * quads_ + first % kKeyBlock;
     for (int64_t j = at_least(first, keys.begin); j < at_most(first + 16, keys.end); ++j) {
-      if (j % 2 == 0) ahead.step();
+      ahead.advance(1);
       key_scales_[j] = scale_at(keys.pages->k_scales, keys.element(j));
       value_scales_[j] = scale_at(keys.pages->v_scales, keys.element(j));
     }
@@ -131,10 +131,14 @@ class Int8Span {
       if (all && begin + 64 <= rows_.head_dim) {
         const int8_t* from = static_cast<const int8_t*>(keys.pages->k) + begin;
         QINFER_UNROLL
-        for (int i = 0; i < 16; ++i) in[i] = load_ints(from + keys.element(first + i) * rows_.head_dim);
+        for (int i = 0; i < 16; ++i) {
+          in[i] = load_ints(from + keys.element(first + i) * rows_.head_dim);
+        }
         store_columns(in, 16, to);
       } else {
-        for (int i = 0; i < 16; ++i) in[i] = element_or_zero(keys, keys.pages->k, first + i, begin);
+        for (int i = 0; i < 16; ++i) {
+          in[i] = element_or_zero(keys, keys.pages->k, first + i, begin);
+        }
         store_columns(in, at_most(quads_ - begin / 4, 16), to);
       }
     }
@@ -157,14 +161,14 @@ class Int8Span {
 
   // 64 columns of the values by fours: each dword of a vector holds one column of the four. Vector
   // i has in its 128-bit lane l the columns 16 l + 4 i ... 16 l + 4 i + 3.
-  QINFER_NOINLINE void load_values(const Keys& keys, int64_t block, Prefetch& ahead) {
+  QINFER_NOINLINE void load_values(const Keys& keys, int64_t block) {
     int8_t* to = values_ + block * kSpan * 64;
     for (int64_t first = keys.begin / 4 * 4; first < keys.end; first += 4) {
-      if (block == 0) ahead.step();
-      if (block == 0) ahead.step();
       __m512i in[4];
       QINFER_UNROLL
-      for (int i = 0; i < 4; ++i) in[i] = element_or_zero(keys, keys.pages->v, first + i, block * 64);
+      for (int i = 0; i < 4; ++i) {
+        in[i] = element_or_zero(keys, keys.pages->v, first + i, block * 64);
+      }
       const __m512i low01 = _mm512_unpacklo_epi8(in[0], in[1]);
       const __m512i high01 = _mm512_unpackhi_epi8(in[0], in[1]);
       const __m512i low23 = _mm512_unpacklo_epi8(in[2], in[3]);
@@ -318,7 +322,8 @@ class Int8Span {
     for (int r = 0; r < kRows; ++r) store_mixed(sums[r], factors[r], out + r * stride);
   }
 
-  __attribute__((always_inline)) static void store_mixed(const __m512i sums[2][4], float factor, float* out) {
+  __attribute__((always_inline)) static void store_mixed(const __m512i sums[2][4], float factor,
+                                                         float* out) {
     Floats x[4];
     QINFER_UNROLL
     for (int v = 0; v < 4; ++v) {

@@ -1,11 +1,11 @@
 // How attention is cut into work and where its scratch lies. No arithmetic on values here.
 //
-// A tile is a few consecutive query tokens of one sequence with all their heads. The keys of a tile
-// come in spans at absolute multiples of kSpan; span x kv head is a unit of work. The units of all
-// tiles, tile by tile, span by span (the heads of a span are neighbours in memory), form a line that
-// is cut into one stretch per thread, of about equal cost. A tile inside a stretch is finished
-// there. Of a tile that is cut, the first thread leaves the joined results of its units in slot 0 of
-// a region of scratch, the others leave each span's results in the slot of that span, and merge
+// A tile is a few consecutive query tokens of one sequence with all their heads. The keys of a
+// tile come in spans at absolute multiples of kSpan; span x kv head is a unit of work. The units of
+// all tiles, tile by tile, span by span (the heads of a span are neighbours in memory), form a line
+// that is cut into one stretch per thread, of about equal cost. A tile inside a stretch is finished
+// there. Of a tile that is cut, the first thread leaves the joined results of its units in slot 0
+// of a region of scratch, the others leave each span's results in the slot of that span, and merge
 // joins the slots in ascending order: what one thread alone would have done.
 #pragma once
 
@@ -132,10 +132,9 @@ class Plan {
 
   // States of the rows of a divided tile.
   float* slot(int32_t region, int64_t slot) const {
-    const int64_t num_kv_heads = op_.pages.num_kv_heads;
-    const int64_t head_dim = op_.pages.head_dim;
-    return workspace(threads_) + region * region_floats(group_, num_kv_heads, head_dim, num_spans_) +
-           slot * region_floats(group_, num_kv_heads, head_dim, 1);
+    const int64_t floats =
+        region_floats(group_, op_.pages.num_kv_heads, op_.pages.head_dim, 1);
+    return workspace(threads_) + (region * num_spans_ + slot) * floats;
   }
 
  private:
@@ -145,7 +144,8 @@ class Plan {
   int64_t cost(const Tile& tile) const { return span_cost(tile, tile.key_end - tile.key_begin); }
 
   float* aligned() const {
-    return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(op_.scratch) + 63) & ~uintptr_t{63});
+    const uintptr_t address = reinterpret_cast<uintptr_t>(op_.scratch);
+    return reinterpret_cast<float*>((address + 63) & ~uintptr_t{63});
   }
 
   Tile tile_at(int64_t index, int64_t sequence, int64_t token, int64_t end) const {

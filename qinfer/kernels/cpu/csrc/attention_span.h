@@ -53,33 +53,39 @@ inline Visible visible(const Keys& keys, int64_t token) {
 }
 
 // Asks for the keys and values of the next span, element by element in the order of the memory,
-// while this span is at work. The machine does not foresee it: it follows a few lines at a time, and
-// blocks and heads are apart.
+// while this span is at work. The machine does not foresee them: blocks are scattered, and what is
+// read of a block at a time, one head's, lies in pieces.
 class Prefetch {
  public:
   Prefetch(const Keys* next, int64_t num_kv_heads, int64_t bytes)
       : next_(next), token_(next == nullptr ? 0 : next->begin), heads_(num_kv_heads),
         bytes_(bytes) {}
 
-  void step() {
-    if (next_ == nullptr || token_ >= next_->end) return;
-    const qinfer_pages& pages = *next_->pages;
-    const int64_t index = next_->index[token_];
-    for (int64_t i = 0; i < bytes_; i += 64) {
-      __builtin_prefetch(static_cast<const char*>(pages.k) + (index + head_) * bytes_ + i);
-      __builtin_prefetch(static_cast<const char*>(pages.v) + (index + head_) * bytes_ + i);
-    }
-    if (head_ == 0 && pages.k_scales != nullptr) {
-      __builtin_prefetch(pages.k_scales + index);
-      __builtin_prefetch(pages.v_scales + index);
-    }
-    if (++head_ == heads_) {
-      head_ = 0;
-      ++token_;
+  // The next `count` elements, as far as there are any.
+  void advance(int64_t count) {
+    if (next_ == nullptr) return;
+    for (; count > 0 && token_ < next_->end; --count) {
+      ask(*next_->pages, next_->index[token_]);
+      if (++head_ == heads_) {
+        head_ = 0;
+        ++token_;
+      }
     }
   }
 
  private:
+  // Into the second level of cache (locality 2): the first is full of what is at work. Always
+  // inlined, because GCC drops calls of a function that does nothing but prefetch.
+  __attribute__((always_inline)) void ask(const qinfer_pages& pages, int64_t index) const {
+    for (int64_t i = 0; i < bytes_; i += 64) {
+      __builtin_prefetch(static_cast<const char*>(pages.k) + (index + head_) * bytes_ + i, 0, 2);
+      __builtin_prefetch(static_cast<const char*>(pages.v) + (index + head_) * bytes_ + i, 0, 2);
+    }
+    if (head_ != 0 || pages.k_scales == nullptr) return;
+    __builtin_prefetch(pages.k_scales + index, 0, 2);
+    __builtin_prefetch(pages.v_scales + index, 0, 2);
+  }
+
   const Keys* next_;
   int64_t token_;
   int64_t head_ = 0;

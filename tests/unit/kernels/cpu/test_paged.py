@@ -45,7 +45,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Sequence_:
+class History:
     """A sequence whose last `num_queries` tokens are in the step."""
 
     q: torch.Tensor  # [length, heads, dim]
@@ -57,10 +57,10 @@ class Sequence_:
         return self.k.shape[0]
 
 
-def sequence(heads: Heads, length: int, seed: int = 0) -> Sequence_:
+def sequence(heads: Heads, length: int, seed: int = 0) -> History:
     generator = torch.Generator().manual_seed(1000 * seed + length)
     sizes = (heads.num, heads.num_kv, heads.num_kv)
-    return Sequence_(*(torch.randn(length, n, heads.dim, generator=generator) for n in sizes))
+    return History(*(torch.randn(length, n, heads.dim, generator=generator) for n in sizes))
 
 
 def int64(*values: int) -> torch.Tensor:
@@ -70,7 +70,7 @@ def int64(*values: int) -> torch.Tensor:
 class Cache:
     """Pages that hold some sequences in scattered blocks, and NaN wherever nothing is stored."""
 
-    def __init__(self, heads: Heads, scheme: KVScheme, sequences: Sequence[Sequence_]) -> None:
+    def __init__(self, heads: Heads, scheme: KVScheme, sequences: Sequence[History]) -> None:
         self.heads, self.scheme, self.sequences = heads, scheme, sequences
         self.layout = KVLayout(1, heads.num_kv, heads.dim, scheme, heads.block_size)
         blocks = [self.layout.num_blocks(s.length) for s in sequences]
@@ -282,7 +282,7 @@ def test_k02_codes_equal_the_reference_to_the_bit(isa: str, head_dim: int, kv: s
     scheme = KV_SCHEMES[kv]
     tokens = x.shape[0]
     heads = Heads(num=1, num_kv=1, dim=head_dim)
-    cache = Cache(heads, scheme, [Sequence_(x, x, x.flip(0))])
+    cache = Cache(heads, scheme, [History(x, x, x.flip(0))])
     cache.step([(0, 0, tokens)], threads=3)
     slots = cache.slots(0, 0, tokens)
     pages = cache.pages
