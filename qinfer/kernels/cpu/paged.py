@@ -149,7 +149,8 @@ def scratch_floats(
     size = library.handle.qinfer_attention_scratch
     size.restype = ctypes.c_int64
     size.argtypes = (ctypes.c_int32, ctypes.c_int64, *(ctypes.c_int32,) * 3)
-    return int(size(threads, max_context, num_heads, num_kv_heads, head_dim))
+    floats: int = size(threads, max_context, num_heads, num_kv_heads, head_dim)
+    return floats
 
 
 def rope_store(
