@@ -15,6 +15,7 @@ from qinfer.data.files import calibration_text
 from qinfer.errors import ConfigError, QuantizationError
 
 BUILT_IN = "built-in"
+MIN_TOKENS = 64  # fewer say next to nothing about the inputs of a layer
 
 _log = logging.getLogger(__name__)
 
@@ -80,19 +81,25 @@ def load_calibration(
 
     Raises:
         ConfigError: the file cannot be read as text.
-        QuantizationError: the text yields no token; states the lengths found.
+        QuantizationError: fewer than `MIN_TOKENS` tokens; states the lengths found.
     """
     text = calibration_text() if path is None else _read(path)
     source = BUILT_IN if path is None else path.name
     tokens = encode(text)
-    if not tokens:
-        raise QuantizationError(
-            f"calibration text {source}: no usable sample: {len(text)} characters in "
-            f"{len(text.splitlines())} lines give 0 tokens; {num_samples} x {seq_len} were wanted"
-        )
     length = min(seq_len, max_position)
     windows = cut_windows(tokens, num_samples=num_samples, seq_len=length)
     result = CalibrationSet(windows, source, length, len(tokens))
+    if result.num_tokens < MIN_TOKENS:
+        raise QuantizationError(
+            f"calibration text {source}: {len(text)} characters in {len(text.splitlines())} lines "
+            f"give {len(tokens)} tokens, of which {num_samples} x {length} are used at most; "
+            f"at least {MIN_TOKENS} are needed"
+        )
+    if len(windows) < num_samples:
+        _log.warning(
+            "calibration text %s: only %d of %d samples of %d tokens found (%d tokens in all)",
+            *(source, len(windows), num_samples, length, result.num_tokens),
+        )
     _log.info(
         "calibration: %d windows of up to %d tokens, %d tokens in all, from %s",
         *(len(windows), length, result.num_tokens, source),

@@ -1,5 +1,6 @@
 """Calibration windows: whatever the text's length, and never silently nothing."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -21,27 +22,37 @@ def load(path: Path | None, *, num_samples: int = 128, seq_len: int = 512) -> Ca
     )
 
 
-def test_short_lines_are_joined_and_used_g17(tmp_path: Path) -> None:
+def test_short_lines_are_joined_and_used_g17(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "text.txt"
-    path.write_text("one two three four\n" * 3)
-    calibration = load(path)
-    assert calibration.windows == ((3, 3, 5, 4) * 3,)
+    path.write_text("one two three four\n" * 16)
+    with caplog.at_level(logging.WARNING, logger="qinfer"):
+        calibration = load(path)
+    assert calibration.windows == ((3, 3, 5, 4) * 16,)
+    assert "only 1 of 128 samples of 512 tokens found (64 tokens in all)" in caplog.text
     assert calibration.to_dict() | {"sha256": ""} == {
         "source": "text.txt",
         "num_samples": 1,
         "seq_len": 512,
-        "num_tokens": 12,
-        "available_tokens": 12,
+        "num_tokens": 64,
+        "available_tokens": 64,
         "sha256": "",
     }
 
 
-@pytest.mark.parametrize(("text", "lines"), [("", 0), ("\n  \n", 2)])
-def test_no_token_is_an_error_with_the_lengths_g17(tmp_path: Path, text: str, lines: int) -> None:
+@pytest.mark.parametrize(
+    ("text", "lines", "tokens"),
+    [("", 0, 0), ("\n  \n", 2, 0), ("ab", 1, 1), ("one two three four\n" * 3, 3, 12)],
+)
+def test_too_few_tokens_are_an_error_with_the_lengths_g17(
+    tmp_path: Path, text: str, lines: int, tokens: int
+) -> None:
     path = tmp_path / "empty.txt"
     path.write_text(text)
     message = (
-        rf"empty\.txt: no usable sample: {len(text)} characters in {lines} lines give 0 tokens"
+        rf"empty\.txt: {len(text)} characters in {lines} lines give {tokens} tokens, "
+        r".* at least 64 are needed"
     )
     with pytest.raises(QuantizationError, match=message):
         load(path)
