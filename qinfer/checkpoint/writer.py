@@ -6,7 +6,8 @@ removed when it has not. Equal inputs give equal bytes: no times, no machine, a 
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -60,9 +61,9 @@ class CheckpointWriter:
         self._total_bytes = 0
 
     def __enter__(self) -> Self:
-        if self.partial.exists():  # left by a run that was killed
-            shutil.rmtree(self.partial)
         try:
+            if self.partial.exists():  # left by a run that was killed
+                shutil.rmtree(self.partial)
             self.partial.mkdir(parents=True)
         except OSError as error:
             raise ConfigError(f"{self.partial} cannot be made: {error.strerror}") from error
@@ -99,25 +100,34 @@ class CheckpointWriter:
         self._total_bytes += size
 
     def write_json(self, name: str, data: Mapping[str, Any]) -> None:
-        """Write an object as an indented JSON file in the order of its keys."""
+        """Write an object as an indented JSON file in the order of its keys.
+
+        Raises:
+            CheckpointError: the file cannot be written.
+        """
         text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
-        (self.partial / name).write_text(text, encoding="utf-8")
+        with _writing(self.partial / name) as file:
+            file.write_text(text, encoding="utf-8")
 
     def copy_companions(self, source: Path) -> None:
-        """Copy tokenizer, chat template, generation config and licence of a model directory."""
+        """Copy tokenizer, chat template, generation config and licence of a model directory.
+
+        Raises:
+            CheckpointError: a file cannot be written.
+        """
         for name in COMPANIONS:
             if (source / name).is_file():
-                shutil.copyfile(source / name, self.partial / name)
+                with _writing(self.partial / name) as file:
+                    shutil.copyfile(source / name, file)
         if (source / _TEMPLATE_FOLDER).is_dir():
-            shutil.copytree(source / _TEMPLATE_FOLDER, self.partial / _TEMPLATE_FOLDER)
+            with _writing(self.partial / _TEMPLATE_FOLDER) as folder:
+                shutil.copytree(source / _TEMPLATE_FOLDER, folder)
 
     def _flush(self) -> None:
         # save_file orders tensors by type and name; the number is known only at the end.
         file = self.partial / f"shard-{len(self._shards) + 1:05d}.safetensors"
-        try:
+        with _writing(file):
             save_file(self._pending, file, metadata={"format": "pt"})
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file} cannot be written: {error}") from error
         self._shards.append((file, list(self._pending)))
         self._pending = {}
         self._pending_bytes = 0
@@ -147,3 +157,13 @@ class CheckpointWriter:
             "weight_map": dict(sorted(weight_map.items())),
         }
         self.write_json("model.safetensors.index.json", index)
+
+
+@contextmanager
+def _writing(file: Path) -> Iterator[Path]:
+    """Name the file when writing it fails, be it a full disk."""
+    try:
+        yield file
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise CheckpointError(f"{file} cannot be written: {reason or error}") from error

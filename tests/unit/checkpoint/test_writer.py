@@ -1,4 +1,6 @@
+import errno
 import json
+import shutil
 import stat
 from pathlib import Path
 
@@ -7,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from support.checkpoints import write_tiny
 
+from qinfer.checkpoint import writer as writer_module
 from qinfer.checkpoint.reader import open_checkpoint
 from qinfer.checkpoint.writer import COMPANIONS, CheckpointWriter
 from qinfer.errors import CheckpointError, ConfigError
@@ -144,3 +147,32 @@ def test_output_that_cannot_be_made(tmp_path: Path) -> None:
         CheckpointWriter(tmp_path / "file/out"),
     ):
         pass
+
+
+def test_a_file_in_the_way_of_the_partial_folder(tmp_path: Path) -> None:
+    (tmp_path / "out.partial").write_text("x")
+    with (
+        pytest.raises(ConfigError, match=r"out\.partial cannot be made: Not a directory"),
+        CheckpointWriter(tmp_path / "out"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("owner", "function", "name"),
+    [
+        (writer_module, "save_file", "shard-00001.safetensors"),
+        (Path, "write_text", "config.json"),
+        (shutil, "copyfile", "tokenizer.json"),
+    ],
+)
+def test_a_full_disk_names_the_file_and_leaves_nothing(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner, function, name
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(owner, function, fail)
+    with pytest.raises(CheckpointError, match=f"{name} cannot be written: No space left"):
+        copy(tiny_llama, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
