@@ -10,7 +10,13 @@ from qinfer.bench.offline import BenchRow, offline_method, run_offline
 from qinfer.bench.record import BenchMemory, BenchRecord, require_same_method
 from qinfer.cli import console
 from qinfer.cli.loading import load_llm
-from qinfer.cli.options import EngineOptions, engine_options, model_argument, parse_integers
+from qinfer.cli.options import (
+    EngineOptions,
+    check_folder,
+    engine_options,
+    model_argument,
+    parse_integers,
+)
 from qinfer.engine.llm import LLM
 from qinfer.report.environment import describe
 from qinfer.report.jsonio import build, dump_json, load_json, write_atomic
@@ -51,6 +57,7 @@ _POSITIVE = click.IntRange(min=1)
     "--json",
     "json_file",
     type=click.Path(path_type=Path, dir_okay=False),
+    callback=check_folder,
     help="Write the record: figures, method, machine.",
 )
 @click.option(

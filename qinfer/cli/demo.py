@@ -40,7 +40,7 @@ def command(out: Path, model: str | None, threads: int | None) -> None:
     \b
     Examples:
       qinfer demo
-      qinfer demo -o /tmp/demo --threads 2
+      qinfer demo -o my-demo --threads 2
     """
     with console.Stages() as stages:
         result = run_demo(out, model=model, threads=threads, on_progress=stages.update)

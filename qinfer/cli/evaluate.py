@@ -11,6 +11,7 @@ from qinfer.cli import console
 from qinfer.cli.options import (
     KV_CACHE_DTYPES,
     EngineOptions,
+    check_folder,
     engine_options,
     parse_integers,
 )
@@ -55,15 +56,6 @@ def _parse_num_windows(
         message = f"{value!r} is neither all nor a positive number"
         raise click.BadParameter(message, context, parameter)
     return int(value)
-
-
-def check_folder(
-    context: click.Context, parameter: click.Parameter, value: Path | None
-) -> Path | None:
-    """Refuse a file whose folder does not exist (a click callback): before the work, not after."""
-    if value is not None and not value.absolute().parent.is_dir():
-        raise click.BadParameter(f"{value.parent} is no folder", context, parameter)
-    return value
 
 
 @click.command(

@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from qinfer.cli.live import stream
 from qinfer.cli.loading import load_llm
@@ -47,12 +48,22 @@ def command(
         prompt = _read_stdin()
     params = replace(params, ignore_eos=ignore_eos)
     with load_llm(model, engine) as llm:
+        params = _within_room(llm, prompt, params)
         if as_json:
             click.echo(dump_json(_generate(llm, model, prompt, params)), nl=False)
             return
         for event in stream(llm.core, llm.tokenizer.encode(prompt), params):
             click.echo(event.text, nl=False)
         click.echo()
+
+
+def _within_room(llm: LLM, prompt: str, params: SamplingParams) -> SamplingParams:
+    """Return parameters whose `max_tokens`, unless the user gave it, fits the context."""
+    source = click.get_current_context().get_parameter_source("max_tokens")
+    if source is not ParameterSource.DEFAULT or llm.config.max_model_len is None:
+        return params
+    room = llm.config.max_model_len - len(llm.tokenizer.encode(prompt))
+    return replace(params, max_tokens=None) if (params.max_tokens or 0) > room else params
 
 
 def _read_stdin() -> str:

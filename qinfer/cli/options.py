@@ -7,6 +7,7 @@ of a dozen; `qinfer.cli.loading` turns it and a MODEL into a ready engine.
 import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, TextIO
 
 import click
@@ -78,6 +79,7 @@ def sampling_options(*, max_tokens: int | None) -> Callable[[Verb], Verb]:
     Args:
         max_tokens: default of --max-tokens; None = as many as the context has room for.
     """
+    rest = "what the context has room for, if not given." if max_tokens is None else _ROOM
 
     def decorate(verb: Verb) -> Verb:
         @functools.wraps(verb)
@@ -97,7 +99,7 @@ def sampling_options(*, max_tokens: int | None) -> Callable[[Verb], Verb]:
                 type=kind,
                 default=max_tokens if name == "max_tokens" else None,
                 show_default=True,
-                help=text,
+                help=text + rest if name == "max_tokens" else text,
             )(decorated)
         return decorated
 
@@ -138,6 +140,15 @@ def parse_integers(
     if min(numbers) < 1:
         raise click.BadParameter(f"{value!r} holds a number below 1", context, parameter)
     return numbers
+
+
+def check_folder(
+    context: click.Context, parameter: click.Parameter, value: Path | None
+) -> Path | None:
+    """Refuse a file whose folder does not exist (a click callback): before the work, not after."""
+    if value is not None and not value.absolute().parent.is_dir():
+        raise click.BadParameter(f"{value.parent} is no folder", context, parameter)
+    return value
 
 
 def _read_file(
@@ -204,9 +215,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+_ROOM = "if not given, fewer where the context has less room."
 # field of SamplingParams -> type and help; ranges belong to SamplingParams.
 _SAMPLING: dict[str, tuple[type, str]] = {
-    "max_tokens": (int, "Tokens to generate at most; as many as the context has room for."),
+    "max_tokens": (int, "Tokens to generate at most; "),
     "temperature": (float, "0 = greedy; the model's generation_config, else 1, if not given."),
     "top_k": (int, "Sample from the k most likely tokens only; 0 = all."),
     "top_p": (float, "Sample from the smallest set whose probability reaches p."),

@@ -37,6 +37,13 @@ def test_generate_json(script_model):
     assert result["metrics"]["ttft"] > 0
 
 
+def test_generate_gives_what_there_is_room_for_unless_told_otherwise(script_model):
+    arguments = ("generate", script_model, "x" * 60, "--max-model-len", 64, "--ignore-eos")
+    assert json.loads(run(*arguments, "--json").stdout)["finish_reason"] == "length"
+    with pytest.raises(RequestError, match="128 more are requested"):
+        run(*arguments, "--max-tokens", 128)
+
+
 def test_generate_refuses_what_cannot_work(script_model):
     with pytest.raises(RequestError, match="temperature"):
         run("generate", script_model, "hi", "--temperature", -1)
@@ -76,6 +83,12 @@ def test_chat_takes_a_template_and_a_system_message(script_model, tmp_path):
     template.write_text("{% if %}")
     with pytest.raises(ConfigError, match="does not parse"):
         run(*arguments, input="hi\n")
+
+
+def test_bench_refuses_a_missing_folder_before_it_measures(tmp_path):
+    result = run("bench", "no-model", "--json", tmp_path / "none/bench.json")
+    assert result.exit_code == 2
+    assert "is no folder" in result.stderr
 
 
 def test_bench_writes_a_record_and_compares_with_one(tiny_llama, tmp_path):
