@@ -66,11 +66,12 @@ def convert(
     permuted = meta.architecture() in PERMUTED
     with writer:
         for done, (name, tensor) in enumerate(tensors.items(), start=1):
+            target = hf_name(name)  # a name that is none of GGUF's ends here
             values = _dequantize(tensor)
             part = name.split(".")[-2]
             if permuted and part in heads:
                 values = unpermute(values, heads[part])
-            writer.add(hf_name(name), torch.from_numpy(np.array(values)).to(torch.bfloat16))
+            writer.add(target, torch.from_numpy(np.array(values)).to(torch.bfloat16))
             if on_progress:
                 on_progress(done, len(tensors))
         writer.write_json("config.json", config)

@@ -131,7 +131,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
             )
         try:
             header = json.loads(stream.read(length))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
             raise CheckpointError(f"{file} has a damaged header: {error}") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{file} has a damaged header: no JSON object")

@@ -215,3 +215,18 @@ def test_smollm2_predicts_text(smollm2: Path) -> None:
     with torch.no_grad():
         loss = load_oracle(smollm2)(ids, labels=ids).loss
     assert loss.exp() < 12
+
+
+def test_a_tensor_name_without_a_dot_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_tiny(tmp_path / "source")
+    add = gguf.GGUFWriter.add_tensor
+
+    def rename(self, name, *args, **kwargs):
+        return add(self, "nodot" if name == "output_norm.weight" else name, *args, **kwargs)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", rename)
+    file = write_gguf(source, tmp_path / "m.gguf", "llama")
+    with pytest.raises(CheckpointError, match="tensor nodot"):
+        convert(file, tmp_path / "out")

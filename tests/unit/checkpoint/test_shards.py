@@ -134,3 +134,14 @@ def test_tensor_in_two_shards(tmp_path: Path) -> None:
 
 def test_no_file(tmp_path: Path) -> None:
     assert index_safetensors(tmp_path) is None
+
+
+def test_deeply_nested_json_is_damage(sharded: Path, tmp_path: Path) -> None:
+    nested = b"[" * 200_000
+    index_of(sharded).write_bytes(nested)
+    with pytest.raises(CheckpointError, match=r"index\.json is damaged"):
+        index_safetensors(sharded)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(nested).to_bytes(8, "little") + nested)
+    with pytest.raises(CheckpointError, match="damaged header"):
+        read_header(file)
