@@ -94,7 +94,7 @@ class ModelConfig:
         hidden_size = _positive(raw, "hidden_size")
         num_heads = _positive(raw, "num_attention_heads")
         num_layers = _positive(raw, "num_hidden_layers")
-        head_dim = raw.get("head_dim") or hidden_size // num_heads
+        head_dim = _positive(raw, "head_dim", default=hidden_size // num_heads)
         attention_bias = bool(raw.get("attention_bias", False))
         return _checked(
             ModelConfig(
@@ -104,11 +104,11 @@ class ModelConfig:
                 hidden_size=hidden_size,
                 num_layers=num_layers,
                 num_heads=num_heads,
-                num_kv_heads=raw.get("num_key_value_heads") or num_heads,
+                num_kv_heads=_positive(raw, "num_key_value_heads", default=num_heads),
                 head_dim=head_dim,
                 intermediate_size=_positive(raw, "intermediate_size"),
                 max_position=_positive(raw, "max_position_embeddings"),
-                rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+                rms_norm_eps=_epsilon(raw),
                 rope=_rope(raw),
                 tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
                 qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
@@ -169,11 +169,22 @@ def block_tensor_names(config: ModelConfig) -> dict[str, bool]:
     return names
 
 
-def _positive(raw: Mapping[str, Any], key: str) -> int:
+def _positive(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = raw.get(key)
+    if value is None:
+        value = default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise CheckpointError(f"config.json: {key} is {value!r}; a positive integer is needed")
     return value
+
+
+def _epsilon(raw: Mapping[str, Any]) -> float:
+    value = raw.get("rms_norm_eps")
+    if value is None:
+        return 1e-6
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise CheckpointError(f"config.json: rms_norm_eps is {value!r}; a number is needed")
+    return float(value)
 
 
 def _refuse_variants(raw: Mapping[str, Any]) -> None:
@@ -196,6 +207,9 @@ def _checked(config: ModelConfig) -> ModelConfig:
 
 
 def _rope(raw: Mapping[str, Any]) -> RopeConfig:
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(raw.get(name) or {}, Mapping):
+            raise CheckpointError(f"config.json: {name} is {raw[name]!r:.80}; an object is needed")
     scaling: Mapping[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"

@@ -141,3 +141,25 @@ def test_linear_shapes_are_those_of_transformers() -> None:
 def test_facts_need_no_torch() -> None:
     code = "import sys, qinfer.models.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_null_means_the_default() -> None:
+    config = read(rms_norm_eps=None, num_key_value_heads=None, head_dim=None, rope_parameters=None)
+    assert (config.rms_norm_eps, config.num_kv_heads, config.head_dim) == (1e-6, 4, 16)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rms_norm_eps", "small"),
+        ("rms_norm_eps", -1.0),
+        ("rope_parameters", [1]),
+        ("rope_scaling", "linear"),
+        ("head_dim", 0),
+        ("head_dim", "16"),
+        ("num_key_value_heads", 0),
+    ],
+)
+def test_values_of_the_wrong_kind_are_named(key: str, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=f"config.json: {key} is "):
+        read(**{key: value})
