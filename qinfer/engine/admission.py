@@ -4,7 +4,6 @@ Everything that can be wrong with a request is found here, before it has taken a
 one bad request never hurts another. Torch-free.
 """
 
-import itertools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -198,7 +197,20 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> SamplingDefaults:
     return SamplingDefaults(**values)
 
 
-def eos_ids(*sources: int | Sequence[int] | None) -> frozenset[int]:
-    """Return the set of end tokens from spellings such as 2, [1, 2] or None."""
-    lists = [[source] if isinstance(source, int) else list(source or ()) for source in sources]
-    return frozenset(itertools.chain.from_iterable(lists))
+def eos_ids(*sources: Any) -> frozenset[int]:
+    """Return the set of end tokens from spellings such as 2, [1, 2] or None.
+
+    Raises:
+        ConfigError: a source, which comes from the model's files, is something else.
+    """
+    ids: set[int] = set()
+    for source in sources:
+        values = source if isinstance(source, list | tuple) else [source]
+        found = [value for value in values if value is not None]
+        if not all(type(value) is int for value in found):
+            raise ConfigError(
+                f"the model's generation_config.json or config.json: eos_token_id is {source!r}; "
+                "a token id or a list of them is needed"
+            )
+        ids.update(found)
+    return frozenset(ids)

@@ -103,3 +103,9 @@ def test_omitted_seeds_differ() -> None:
     seeds = {factory.generation("r", [1], SamplingParams(), 0.0)[0].seed for _ in range(20)}
     assert len(seeds) == 20
     assert all(-(2**63) <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize("bad", ["x", 1.5, [1, "x"], {"id": 1}, True])
+def test_end_tokens_that_are_no_ids_are_named(bad: object) -> None:
+    with pytest.raises(ConfigError, match="eos_token_id is "):
+        eos_ids(bad, 2)
