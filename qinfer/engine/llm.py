@@ -4,7 +4,7 @@ Everything runs through the same core, scheduler and cache as a server's request
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
@@ -107,7 +107,7 @@ class LLM:
             RequestError: a prompt or parameter is invalid; nothing was computed then.
             CapacityError: a request could never fit into the cache.
         """
-        texts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        texts = _as_list(prompts)
         params = _per_prompt(sampling_params, len(texts))
         runs = [
             GenerationRun(
@@ -203,7 +203,8 @@ class LLM:
             kv_used_bytes=blocks.num_used * layout.block_bytes,
             kv_peak_bytes=blocks.peak_used * layout.block_bytes,
             kv_capacity_tokens=engine.pool.num_blocks * layout.block_size,
-            activation_bytes=engine_activation_bytes(engine.model_config, engine.config),
+            activation_bytes=engine_activation_bytes(engine.model_config, engine.config)
+            + engine.decoder.scratch_bytes,
             peak_rss_bytes=host.peak_rss(),
         )
 
@@ -236,9 +237,10 @@ class LLM:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
-        if token_ids is None:
+        if not isinstance(token_ids, Iterable):
             raise RequestError(
-                f"a prompt must be text or a mapping with prompt_token_ids, not {prompt!r:.80}",
+                "a prompt must be text or a mapping with a list of prompt_token_ids, not "
+                f"{prompt!r:.80}",
                 field="prompt",
             )
         return list(token_ids)
@@ -276,6 +278,17 @@ def _per_prompt(
             field="sampling_params",
         )
     return list(params)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(
+            f"prompts must be text, a mapping or a list of these, not {prompts!r:.80}",
+            field="prompt",
+        )
+    return list(prompts)
 
 
 def _text_of(prompt: Prompt) -> str | None:

@@ -435,3 +435,10 @@ def test_loading_reports_progress(tiny_llama: Path) -> None:
     seen: list[tuple[int, int]] = []
     LLM(tiny_llama, threads=1, on_load=lambda *at: seen.append(at)).close()
     assert seen == [(1, 2), (2, 2)]
+
+
+@pytest.mark.parametrize("prompts", [5, None, {"prompt_token_ids": 5}, [5]])
+def test_what_is_no_list_of_prompts_is_refused(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(RequestError, match=r"prompts? must be text") as error:
+        llm.generate(prompts)
+    assert error.value.field == "prompt"
