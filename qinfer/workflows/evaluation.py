@@ -4,6 +4,7 @@ The baseline is scored once; every row runs in a process of its own (see `isolat
 path that serves.
 """
 
+import functools
 import hashlib
 import tempfile
 from collections.abc import Callable, Sequence
@@ -208,8 +209,12 @@ class _Plan:
                 "different tokens cannot be compared"
             )
 
-    def method(self, label: str, result: RowResult) -> Method:
-        """Return the method, now that the baseline's types are known."""
+    @functools.cached_property
+    def _baseline_sha256(self) -> str:
+        return checkpoint_sha256(self.baseline)
+
+    def method(self, label: str, *, dtype: str, kv_cache_dtype: str) -> Method:
+        """Return the method of a baseline that ran with these types."""
         options = self.options
         return Method(
             text=self.text_name,
@@ -225,9 +230,9 @@ class _Plan:
             words_scored=self.num_words,
             dtype=options.dtype,
             baseline=label,
-            baseline_sha256=checkpoint_sha256(self.baseline),
-            baseline_dtype=result.dtype,
-            baseline_kv_cache_dtype=result.kv_cache_dtype,
+            baseline_sha256=self._baseline_sha256,
+            baseline_dtype=dtype,
+            baseline_kv_cache_dtype=kv_cache_dtype,
             divergence=f"{DIRECTION}, nats per token",
         )
 
@@ -273,13 +278,23 @@ class _Session:
 
     def measure_baseline(self) -> None:
         options = self._plan.options
+        earlier = options.same_method_as
+        if earlier is not None:  # all but the types, which the baseline's engine decides
+            known = self._plan.method(
+                self._label,
+                dtype=earlier.baseline_dtype,
+                kv_cache_dtype=earlier.baseline_kv_cache_dtype,
+            )
+            require_same_method(earlier, known)
         dtype = options.baseline_dtype or options.dtype
         engine = options.engine_fields(dtype, options.baseline_kv_cache_dtype)
         result = self._measure(self._plan.baseline, f"{self._label} (baseline)", engine, None)
         self._rows.append(_Measured(self._plan.baseline, self._label, result))
-        self._method = self._plan.method(self._label, result)
-        if options.same_method_as is not None:
-            require_same_method(options.same_method_as, self._method)
+        self._method = self._plan.method(
+            self._label, dtype=result.dtype, kv_cache_dtype=result.kv_cache_dtype
+        )
+        if earlier is not None:
+            require_same_method(earlier, self._method)
 
     def measure(self, path: Path, label: str, kv_cache_dtype: str) -> None:
         options = self._plan.options

@@ -196,10 +196,17 @@ def test_an_error_of_the_child_keeps_its_class(tiny_llama: Path, text: Path) -> 
         evaluate([], baseline=tiny_llama, text=text, **(FAST | {"window": 500, "isolate": True}))
 
 
-def test_b04_a_run_of_another_method_is_refused(tiny_llama: Path, text: Path) -> None:
+def test_b04_a_run_of_another_method_is_refused(
+    tiny_llama: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """B04: two runs with another window are not compared."""
     first = evaluate([], baseline=tiny_llama, text=text, **FAST)
     evaluate([], baseline=tiny_llama, text=text, same_method_as=first.method, **FAST)
+
+    def fail(*_: object, **__: object) -> None:
+        pytest.fail("a row was measured before the methods were compared")
+
+    monkeypatch.setattr(evaluation, "measure", fail)
     with pytest.raises(MethodMismatchError, match=r"window \(48 / 40\)"):
         evaluate(
             [],
