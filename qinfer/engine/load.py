@@ -111,7 +111,7 @@ def load_engine(model: str | Path, config: EngineConfig, source: Source) -> Engi
         resolved,
         layout,
         weights_bytes=decoder.memory_bytes,
-        activations=engine_activation_bytes(model_config, resolved),
+        activations=engine_activation_bytes(model_config, resolved) + decoder.scratch_bytes,
         free_bytes=_free_bytes(resolved),
         max_len_given=config.max_model_len is not None,
     )
@@ -177,9 +177,17 @@ def _limits(
         max_model_len=max_model_len,
         vocab_size=model.vocab_size,
         bos_token_id=tokenizer.bos_token_id,
-        eos_ids=eos_ids(declared, tokenizer.eos_token_id),
+        eos_ids=_known_ids(eos_ids(declared, tokenizer.eos_token_id), model.vocab_size),
         defaults=defaults,
     )
+
+
+def _known_ids(ids: frozenset[int], vocab_size: int) -> frozenset[int]:
+    """Return the ids that the model has; others, which it can never give, are reported."""
+    unknown = sorted(token for token in ids if not 0 <= token < vocab_size)
+    if unknown:
+        _log.warning("end tokens %s are outside the vocabulary of %d", unknown, vocab_size)
+    return ids.difference(unknown)
 
 
 def _has_cuda() -> bool:

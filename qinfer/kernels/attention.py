@@ -18,6 +18,7 @@ from qinfer.kernels.reference import (
     TORCH_KV_DTYPES,
     dequantize_kv,
     elementwise,
+    isolate_broken,
     quantize_kv,
 )
 from qinfer.kernels.select import Choice, Implementation, choose
@@ -90,6 +91,7 @@ class ReferenceAttention:
 
     def store(self, k: torch.Tensor, v: torch.Tensor, cache: PagedKV, slots: torch.Tensor) -> None:
         """Quantize and write `k`, `v` `[tokens, kv_heads, head_dim]` to `slots` `[tokens]`."""
+        k, v = isolate_broken(k, v, self.spec.kv)
         _store(k, cache.k, cache.k_scales, slots, self.spec)
         _store(v, cache.v, cache.v_scales, slots, self.spec)
 

@@ -141,6 +141,25 @@ def quantize_kv(x: torch.Tensor, scheme: KVScheme) -> tuple[torch.Tensor, torch.
     return codes.clamp(-max_code, max_code).to(dtype), scales
 
 
+def isolate_broken(
+    k: torch.Tensor, v: torch.Tensor, scheme: KVScheme
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where a key or its values would not be finite in the cache, make the key NaN, the values 0.
+
+    Who sees them gets NaN by way of the score; a query that does not see them yet gets weight 0
+    times 0, where a NaN value would reach it.
+
+    Args:
+        k: `[tokens, heads, dim]`.
+        v: the same.
+        scheme: how they will be stored.
+    """
+    stored = torch.float32 if scheme.quantized else TORCH_KV_DTYPES[scheme.dtype]
+    finite = [x.to(stored).isfinite().all(-1, keepdim=True) for x in (k, v)]
+    broken = ~(finite[0] & finite[1])
+    return k.masked_fill(broken, torch.nan), v.masked_fill(broken, 0.0)
+
+
 def dequantize_kv(codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
     """Return cached keys or values as float32; `scales` lacks the last dimension of `codes`."""
     x = codes.float()

@@ -44,6 +44,11 @@ class CausalLM(Protocol):
         """Resident bytes of all weights; tied ones once."""
         ...
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory that the kernels keep beside weights and activations."""
+        ...
+
     def kernels(self, layout: KVLayout) -> list[KernelRow]:
         """Describe which kernel each linear and the attention over a cache of `layout` got."""
         ...

@@ -177,6 +177,11 @@ class Decoder:
             total += self._head.resident_bytes
         return total + sum(block.resident_bytes for block in self.blocks)
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory that the kernels keep beside weights and activations: none."""
+        return 0
+
     def step_maker(self, layout: KVLayout) -> StepMaker:
         """Return what prepares the steps over a cache of this layout; kept for the next call."""
         if layout not in self._step_makers:

@@ -90,6 +90,11 @@ class NativeDecoder:
             + sum(layer.resident_bytes for layer in weights.layers)
         )
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory that attention keeps for the partial results of its threads."""
+        return self._scratch_floats() * torch.float32.itemsize
+
     def kernels(self, layout: KVLayout) -> list[KernelRow]:
         """Describe which kernel each linear and the attention over a cache of `layout` got."""
         groups = [group for layer in self._weights.layers for group in layer.groups]
@@ -143,8 +148,7 @@ class NativeDecoder:
     def _attention(self, layout: KVLayout, index: StepIndex) -> dict[int | None, NativeAttention]:
         """Return what attention needs, by sliding window."""
         specs = self._specs(layout)
-        heads = (self.config.num_heads, self.config.num_kv_heads, self.config.head_dim)
-        scratch = torch.zeros(paged.scratch_floats(self._threads, self.max_positions, *heads))
+        scratch = torch.zeros(self._scratch_floats())
         return {
             spec.sliding_window: NativeAttention(spec, self._rotary, index, scratch)
             for spec in specs
@@ -158,6 +162,10 @@ class NativeDecoder:
         norm = Norm(weights.norm, config.rms_norm_eps)
         feed = rows.norm(wanted, norm, weights.head, config.num_layers - 1)
         return rows.linears(weights.head, feed)
+
+    def _scratch_floats(self) -> int:
+        heads = (self.config.num_heads, self.config.num_kv_heads, self.config.head_dim)
+        return paged.scratch_floats(self._threads, self.max_positions, *heads)
 
     def _specs(self, layout: KVLayout) -> list[AttnSpec]:
         return attention_specs(self.config, layout, torch.float32, self.device)

@@ -13,7 +13,7 @@ import torch
 from qinfer.checkpoint.reader import Checkpoint
 from qinfer.errors import ConfigError
 from qinfer.formats.weight import QuantizedWeight
-from qinfer.kernels.cpu import native, tiled
+from qinfer.kernels.cpu import native, paged, tiled
 from qinfer.kernels.cpu.arena import Arena, aligned
 from qinfer.kernels.spec import LinearSpec
 from qinfer.models.causal_lm import CausalLM
@@ -98,6 +98,9 @@ def _native_refusal(
     dtype = resolve_dtype(options.dtype, config)
     if dtype == torch.float16:
         return "the C++ kernels compute in float32, float16 was asked for"
+    reason = paged.unsupported_reason(config.num_heads, config.num_kv_heads, config.head_dim)
+    if reason is not None:
+        return reason
     settings = checkpoint.quantization
     for name, (inputs, outputs) in linear_shapes(config).items():
         scheme = None if settings is None else settings.scheme_for(name)

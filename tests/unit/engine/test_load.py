@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.checkpoints import edit_json, write_tiny
 
 from qinfer.engine import load
 from qinfer.engine.config import EngineConfig
@@ -32,3 +33,14 @@ def test_final_settings_hold_no_auto(tiny_llama: Path) -> None:
     assert config.max_model_len == 128
     assert engine.pool.num_blocks == 2 * 128 // config.block_size
     assert engine.decoder.max_positions >= config.max_model_len
+
+
+def test_end_tokens_outside_the_vocabulary_are_reported_and_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_tiny(tmp_path / "model")
+    edit_json(path / "generation_config.json", eos_token_id=[257, 5000, -1])
+    with caplog.at_level(logging.WARNING):
+        engine = load_engine(path, EngineConfig(), Source())
+    assert engine.core.limits.eos_ids == {257}
+    assert "[-1, 5000] are outside the vocabulary of 288" in caplog.text

@@ -116,3 +116,14 @@ def test_the_number_of_threads_changes_no_bit(tmp_path: Path, dtype: str) -> Non
         torch.set_num_threads(before)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp32", "fp16", "bf16", "fp8_e4m3", "int8"])
+def test_a_broken_token_leaves_those_before_it_as_they_were(tmp_path: Path, kv_dtype: str) -> None:
+    decoder = load(write_tiny(tmp_path / "model"))
+    pool = KVPool(layout_of(decoder.config, kv_dtype), 2)
+    clean = run_chunked(decoder, [1, 2, 3, 4], [4], pool, [0, 1])
+    decoder._embedding[7] = torch.nan
+    output = decoder.forward(make_inputs([Chunk([1, 2, 3, 4, 7, 5], 0, [0, 1])]), pool)
+    assert torch.equal(output.logits[:4], clean)
+    assert output.bad_layers.tolist() == [-1, -1, -1, -1, 0, 0]

@@ -164,6 +164,15 @@ def test_what_the_program_cannot_run_falls_back_and_says_so(
     assert "float16 was asked for" in caplog.text
 
 
+def test_heads_that_the_kernels_do_not_carry_run_on_the_reference(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_tiny(tmp_path / "model", head_dim=520, num_hidden_layers=1)
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(load(path), Decoder)
+    assert "head_dim 520" in caplog.text
+
+
 def test_without_the_library_the_reference_runs(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -199,3 +208,15 @@ def test_kernel_rows_tell_the_kind_of_activations(tmp_path: Path) -> None:
     assert kernels["attention"] == "cpu.paged"
     exact = load(path, activations="exact").kernels(layout)
     assert {row.kernel for row in exact} == {"cpu.exact", "cpu.paged"}
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp32", "fp16", "bf16", "fp8_e4m3", "int8"])
+def test_a_broken_token_leaves_those_before_it_as_they_were(tmp_path: Path, kv_dtype: str) -> None:
+    decoder = load(write_tiny(tmp_path / "model"))
+    assert isinstance(decoder, NativeDecoder)
+    pool = KVPool(layout_of(decoder.config, kv_dtype), 2)
+    clean = run_chunked(decoder, [1, 2, 3, 4], [4], pool, [0, 1])
+    decoder._weights.embedding[7] = torch.nan
+    output = decoder.forward(make_inputs([Chunk([1, 2, 3, 4, 7, 5], 0, [0, 1])]), pool)
+    assert torch.equal(output.logits[:4], clean)
+    assert output.bad_layers.tolist() == [-1, -1, -1, -1, 0, 0]

@@ -25,8 +25,8 @@ typedef struct qinfer_pages {
 
 // For every token: the optional per-head RMSNorm of q and k (Qwen3), rotation of q (in place) and
 // k, quantization of k and v by the written formula (scale = bf16_up(amax / 127 or 448), codes from
-// the stored scale; non-finite: scale NaN, codes 0), and their write to the token's slot. k and v
-// in `qkv` are left as they were.
+// the stored scale), and their write to the token's slot. Where k or v of a head is not finite, k is
+// stored as NaN and v as 0. k and v in `qkv` are left as they were.
 typedef struct qinfer_rope_store {
   float* qkv;                 // [tokens, (heads + 2 * kv_heads) * head_dim]: q, k, v
   const float* cos;           // [positions, head_dim / 2]

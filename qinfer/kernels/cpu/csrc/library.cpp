@@ -26,7 +26,10 @@ std::vector<const Kernels*> usable_kernels() {
   }
 #endif
 #if defined(QINFER_HAS_AVX2)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&avx2::kernels);
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("f16c")) {
+    found.push_back(&avx2::kernels);
+  }
 #endif
   found.push_back(&portable::kernels);
   return found;

@@ -1,7 +1,7 @@
 // Rotation of queries and keys, and the write of keys and values to their pages.
 //
-// A head of a token is one unit of work and depends on nothing else, so any split over threads
-// gives the same bits. No contraction into FMA: the codes equal those of the torch reference.
+// A query head of a token, or a key head with its values, is one unit of work and depends on nothing
+// else, so any split over threads gives the same bits. No contraction into FMA: the codes equal those of the torch reference.
 #include "attention.h"
 #include "int8.h"
 #include "kernels.h"
@@ -51,14 +51,26 @@ void rotate(const float* __restrict cos, const float* __restrict sin, int64_t ha
   }
 }
 
-// The smallest bfloat16 not below amax / max_code; NaN where the vector is not finite.
-uint16_t scale_of(const float* __restrict x, int64_t size, float max_code) {
-  // Without their signs, floats order as their bits do, with infinity and then NaN at the end.
+// The bits of the largest magnitude. Without their signs, floats order as their bits do, with
+// infinity and then NaN at the end.
+int32_t largest_bits(const float* __restrict x, int64_t size) {
   int32_t amax_bits = 0;
   for (int64_t i = 0; i < size; ++i) {
     const int32_t magnitude = static_cast<int32_t>(bits_of(x[i]) & 0x7fffffffu);
     amax_bits = magnitude > amax_bits ? magnitude : amax_bits;
   }
+  return amax_bits;
+}
+
+// Whether a vector stays finite in its pages; fp16 rounds to infinity from 65520 on.
+bool storable(const float* x, int64_t size, int32_t kind) {
+  const uint32_t limit = kind == QINFER_KV_FP16 ? bits_of(65520.0f) : kInfinityBits;
+  return largest_bits(x, size) < static_cast<int32_t>(limit);
+}
+
+// The smallest bfloat16 not below amax / max_code; NaN where the vector is not finite.
+uint16_t scale_of(const float* __restrict x, int64_t size, float max_code) {
+  const int32_t amax_bits = largest_bits(x, size);
   if (amax_bits >= static_cast<int32_t>(kInfinityBits)) return kBf16Nan;
   const float step = float_of(static_cast<uint32_t>(amax_bits)) / max_code;
   return static_cast<uint16_t>((bits_of(step) + 0xffffu) >> 16);
@@ -143,7 +155,11 @@ void store(const float* __restrict x, const qinfer_pages& pages, void* elements,
   }
 }
 
-// One head of one token: first the query heads, then those of k, then those of v.
+// One unit of one token: first the query heads, then those of k, each with the values of its head.
+//
+// Where a key or its values are not finite, the key is stored as NaN and the values as 0: who sees
+// them gets NaN by way of the score, and a query that does not see them yet gets weight 0 times 0,
+// where a NaN value would reach it.
 void head_of_token(const qinfer_rope_store& op, int64_t token, int64_t head) {
   const qinfer_pages& pages = op.pages;
   const int64_t size = pages.head_dim;
@@ -157,24 +173,28 @@ void head_of_token(const qinfer_rope_store& op, int64_t token, int64_t head) {
     rotate(cos, sin, half, x, x + half);
     return;
   }
-  const int64_t kv_head = (head - op.num_heads) % pages.num_kv_heads;
-  const int64_t index = op.slots[token] * pages.num_kv_heads + kv_head;
-  if (head >= op.num_heads + pages.num_kv_heads) {
-    store(x, pages, pages.v, pages.v_scales, index);
-    return;
-  }
+  const int64_t index = op.slots[token] * pages.num_kv_heads + head - op.num_heads;
+  const float* value = x + pages.num_kv_heads * size;
   alignas(64) float key[kMaxHeadDim];
   for (int64_t i = 0; i < size; ++i) key[i] = x[i];
   if (op.k_norm != nullptr) normalize(op.k_norm, op.eps, size, key);
   rotate(cos, sin, half, key, key + half);
+  if (storable(key, size, pages.kind) && storable(value, size, pages.kind)) {
+    store(key, pages, pages.k, pages.k_scales, index);
+    store(value, pages, pages.v, pages.v_scales, index);
+    return;
+  }
+  for (int64_t i = 0; i < size; ++i) key[i] = __builtin_nanf("");
   store(key, pages, pages.k, pages.k_scales, index);
+  for (int64_t i = 0; i < size; ++i) key[i] = 0.0f;
+  store(key, pages, pages.v, pages.v_scales, index);
 }
 
 }  // namespace
 
 void rope_store(const void* args, int32_t thread, int32_t threads) {
   const qinfer_rope_store& op = *static_cast<const qinfer_rope_store*>(args);
-  const int64_t heads = op.num_heads + 2 * int64_t{op.pages.num_kv_heads};
+  const int64_t heads = op.num_heads + int64_t{op.pages.num_kv_heads};
   const int64_t units = *op.num_tokens * heads;
   const int64_t end = units * (thread + 1) / threads;
   for (int64_t unit = units * thread / threads; unit < end; ++unit) {

@@ -10,7 +10,7 @@ import torch
 from qinfer.errors import ConfigError
 from qinfer.kernels.cpu import native, paged
 from qinfer.kernels.cpu.program import Int8Buffer, Program
-from qinfer.kernels.reference import dequantize_kv, quantize_kv, rms_norm, rotate
+from qinfer.kernels.reference import dequantize_kv, isolate_broken, quantize_kv, rms_norm, rotate
 from qinfer.kernels.spec import PagedKV
 from qinfer.kvcache.layout import KVLayout
 from qinfer.kvcache.pool import KVPool
@@ -287,9 +287,10 @@ def test_k02_codes_equal_the_reference_to_the_bit(isa: str, head_dim: int, kv: s
     slots = cache.slots(0, 0, tokens)
     pages = cache.pages
     still = torch.ones(1, 1, head_dim // 2)
+    k, v = isolate_broken(rotate(x, still, torch.zeros_like(still)), x.flip(0), scheme)
     for stored, scales, values in (
-        (pages.k, pages.k_scales, rotate(x, still, torch.zeros_like(still))),
-        (pages.v, pages.v_scales, x.flip(0)),
+        (pages.k, pages.k_scales, k),
+        (pages.v, pages.v_scales, v),
     ):
         codes, expected_scales = quantize_kv(values, scheme)
         ours = stored.flatten(0, 1)[slots]
