@@ -219,9 +219,6 @@ def record(
     """Return all that was measured, and what is needed to judge it."""
     return {
         "format_version": 1,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": describe_machine(),
-        "qinfer": describe_qinfer(HERE.parent),
         "threads": args.threads,
         "rounds": args.rounds,
         "quick": args.quick,
@@ -312,6 +309,11 @@ def main() -> None:
     if args.priority is not None:
         # Where the kernel groups processes by session, `nice` has no effect between groups.
         Path("/proc/self/autogroup").write_text(str(args.priority), encoding="ascii")
+    facts = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": describe_machine(),
+        "qinfer": describe_qinfer(HERE.parent),  # before the run: the checkout may move on
+    }
     model = args.model or demo_model()
     gguf = Path(model) if str(model).endswith(".gguf") else None
     works = chosen_works(args)
@@ -321,7 +323,7 @@ def main() -> None:
     finally:
         for entrant in entrants:
             entrant.process.kill()
-    result = record(args, entrants, absent, works)
+    result = facts | record(args, entrants, absent, works)
     for path in report.write(result, args.out):
         print(f"wrote {path}")
     print(report.markdown(result))

@@ -25,6 +25,11 @@ FLASH = {
 }
 
 
+# Its log has lines for every graph node. A C function that does nothing with them costs nothing,
+# where a Python callback would slow the steps down; kept here, as the library holds the pointer.
+SILENT = ctypes.cast(ctypes.CDLL(None).abs, llama_cpp.llama_log_callback)
+
+
 class Context:
     """A context for a number of sequences, and one batch's worth of memory."""
 
@@ -89,6 +94,7 @@ class LlamaCpp:
     """A loaded GGUF file; contexts are made as batches need them, in the warm-up round."""
 
     def __init__(self, settings: Settings) -> None:
+        llama_cpp.llama_log_set(SILENT, None)
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
         self._model = llama_cpp.llama_model_load_from_file(settings["model"].encode(), params)

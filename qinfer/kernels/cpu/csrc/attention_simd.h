@@ -168,7 +168,8 @@ inline void transpose(const Ints* rows, Ints* out) {
 
 constexpr int64_t kWidth = 4;
 typedef float Floats __attribute__((vector_size(16)));
-typedef int32_t Ints __attribute__((vector_size(16)));
+typedef uint32_t Ints __attribute__((vector_size(16)));  // unsigned, so that sums may wrap around
+typedef int32_t Lanes __attribute__((vector_size(16)));
 
 template <typename Vector>
 inline Vector load_bytes(const void* p) {
@@ -186,7 +187,10 @@ inline Floats fma(Floats a, Floats b, Floats c) { return a * b + c; }
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 inline Ints as_ints(Floats x) { return load_bytes<Ints>(&x); }
 inline Floats as_floats(Ints x) { return load_bytes<Floats>(&x); }
-inline Ints splat_int(int32_t x) { return Ints{x, x, x, x}; }
+inline Ints splat_int(int32_t x) {
+  const uint32_t bits = static_cast<uint32_t>(x);
+  return Ints{bits, bits, bits, bits};
+}
 inline Ints add_int(Ints a, Ints b) { return a + b; }
 inline Ints and_int(Ints a, Ints b) { return a & b; }
 inline Ints or_int(Ints a, Ints b) { return a | b; }
@@ -201,14 +205,14 @@ inline Ints from_u16(const uint16_t* p) { return Ints{p[0], p[1], p[2], p[3]}; }
 // Exponent and mantissa in the places of a float's, 2^112 too small; infinity and NaN apart.
 inline Floats from_fp16(const uint16_t* p) {
   const Ints bits = from_u16(p);
-  const Ints magnitude = (bits & 0x7fff) << 13;
+  const Ints magnitude = (bits & 0x7fffu) << 13;
   const Floats finite = as_floats(magnitude) * float_of(239u << 23);
-  const Ints special = magnitude | static_cast<int32_t>(kInfinityBits);
-  const Ints value = magnitude >= (0x7c00 << 13) ? special : as_ints(finite);
-  return as_floats(value | (bits & 0x8000) << 16);
+  const Ints special = magnitude | kInfinityBits;
+  const Ints value = magnitude >= (0x7c00u << 13) ? special : as_ints(finite);
+  return as_floats(value | (bits & 0x8000u) << 16);
 }
 inline Floats inside(Floats x, int64_t begin, int64_t end, Floats other) {
-  const Ints lane = {0, 1, 2, 3};
+  const Lanes lane = {0, 1, 2, 3};
   return (lane >= static_cast<int32_t>(begin)) & (lane < static_cast<int32_t>(end)) ? x : other;
 }
 inline void transpose(const Ints* rows, Ints* out) {
