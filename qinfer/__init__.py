@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from qinfer.engine.llm import LLM
-    from qinfer.engine.request import SamplingParams
+    from qinfer.engine.params import SamplingParams
     from qinfer.quant.pipeline import quantize
     from qinfer.workflows.evaluation import evaluate
 
@@ -18,7 +18,7 @@ __all__ = ["LLM", "SamplingParams", "__version__", "evaluate", "quantize"]
 
 _PUBLIC = {
     "LLM": "qinfer.engine.llm",
-    "SamplingParams": "qinfer.engine.request",
+    "SamplingParams": "qinfer.engine.params",
     "quantize": "qinfer.quant.pipeline",
     "evaluate": "qinfer.workflows.evaluation",
 }

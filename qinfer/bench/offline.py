@@ -12,7 +12,8 @@ from typing import Any
 from qinfer.bench.stats import PERCENTILE_METHOD, Percentiles, percentiles
 from qinfer.bench.workload import RandomPrompts
 from qinfer.engine.llm import LLM
-from qinfer.engine.request import RequestOutput, SamplingParams
+from qinfer.engine.params import SamplingParams
+from qinfer.engine.request import RequestOutput
 from qinfer.errors import ConfigError, QinferError
 
 WARMUP_OUTPUT_LEN = 4

@@ -13,7 +13,7 @@ from qinfer.cli.options import (
     sampling_options,
 )
 from qinfer.engine.llm import LLM
-from qinfer.engine.request import SamplingParams
+from qinfer.engine.params import SamplingParams
 from qinfer.errors import RequestError
 
 HELP = "/exit ends, /reset forgets the conversation, Ctrl-C stops an answer"

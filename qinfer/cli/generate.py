@@ -11,7 +11,7 @@ from qinfer.cli.live import stream
 from qinfer.cli.loading import load_llm
 from qinfer.cli.options import EngineOptions, engine_options, model_argument, sampling_options
 from qinfer.engine.llm import LLM
-from qinfer.engine.request import SamplingParams
+from qinfer.engine.params import SamplingParams
 from qinfer.errors import NonFiniteError
 from qinfer.report.jsonio import dump_json
 

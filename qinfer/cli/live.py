@@ -6,7 +6,8 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from qinfer.engine.core import EngineCore
-from qinfer.engine.request import SamplingParams, TokenEvent
+from qinfer.engine.params import SamplingParams
+from qinfer.engine.request import TokenEvent
 from qinfer.errors import NonFiniteError
 
 _REQUEST_ID = "terminal"

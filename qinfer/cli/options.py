@@ -20,7 +20,7 @@ from qinfer.engine.config import (
     EngineConfig,
     parse_size,
 )
-from qinfer.engine.request import SamplingParams
+from qinfer.engine.params import SamplingParams
 from qinfer.errors import ConfigError
 from qinfer.schemes import KV_DTYPE_ALIASES, KV_SCHEMES
 

@@ -11,7 +11,7 @@ from qinfer.cli.loading import load_llm
 from qinfer.cli.options import EngineOptions, chat_template_option, engine_options, model_argument
 from qinfer.engine.aio import AsyncEngine
 from qinfer.engine.llm import LLM
-from qinfer.engine.request import SamplingDefaults
+from qinfer.engine.params import SamplingDefaults
 from qinfer.report.jsonio import dump_json
 from qinfer.server.app import create_app
 from qinfer.server.run import bind, is_loopback, serve, url_of

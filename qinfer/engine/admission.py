@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from qinfer.engine.request import Request, SamplingDefaults, SamplingParams
+from qinfer.engine.params import SamplingDefaults, SamplingParams
+from qinfer.engine.request import Request
 from qinfer.errors import ConfigError, ContextLengthError, RequestError
 
-_GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field, replace
 
 from qinfer.engine.core import EngineCore
 from qinfer.engine.metrics import EngineStats
-from qinfer.engine.request import FinishReason, SamplingParams, TokenEvent
+from qinfer.engine.params import SamplingParams
+from qinfer.engine.request import FinishReason, TokenEvent
 from qinfer.errors import OverloadedError, QinferError, RequestError
 
 DEFAULT_MAX_REQUESTS = 1024

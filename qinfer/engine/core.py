@@ -15,7 +15,8 @@ from qinfer.engine.admission import Limits, RequestFactory
 from qinfer.engine.batch import build
 from qinfer.engine.metrics import EngineStats, TokenCounters, snapshot
 from qinfer.engine.output import OutputStream, TokenDecoder
-from qinfer.engine.request import FinishReason, Request, SamplingParams, TokenEvent, Usage
+from qinfer.engine.params import SamplingParams
+from qinfer.engine.request import FinishReason, Request, TokenEvent, Usage
 from qinfer.engine.runner import ModelRunner
 from qinfer.engine.sampler import Sampled, SamplerState, sample
 from qinfer.engine.scheduler import Batch, Scheduler

@@ -15,7 +15,8 @@ from qinfer.engine.config import from_options
 from qinfer.engine.core import EngineCore
 from qinfer.engine.load import Engine, Source, cache_layout, engine_activation_bytes, load_engine
 from qinfer.engine.memory import MemoryReport
-from qinfer.engine.request import RequestOutput, SamplingParams
+from qinfer.engine.params import SamplingParams
+from qinfer.engine.request import RequestOutput
 from qinfer.engine.runs import GenerationRun, OnLogprobs, ScoringRun
 from qinfer.errors import QinferError, RequestError
 from qinfer.models.layers import KernelRow

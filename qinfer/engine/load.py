@@ -21,7 +21,7 @@ from qinfer.engine.memory import (
     plan_pool,
     with_plan,
 )
-from qinfer.engine.request import SamplingDefaults
+from qinfer.engine.params import SamplingDefaults
 from qinfer.engine.runner import Runner
 from qinfer.engine.scheduler import Scheduler
 from qinfer.kernels.spec import KERNEL_DEVICES

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import torch
 
 from qinfer.engine.core import EngineCore
+from qinfer.engine.params import SamplingParams
 from qinfer.engine.request import (
     CompletionOutput,
     FinishReason,
     RequestMetrics,
     RequestOutput,
-    SamplingParams,
     TokenEvent,
     TokenLogprob,
 )

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from qinfer.engine.request import Request, SamplingParams, TokenLogprob
+from qinfer.engine.params import SamplingParams
+from qinfer.engine.request import Request, TokenLogprob
 
 GREEDY_TEMPERATURE = 1e-5
 _TOP_P_FIRST_TRY = 256

@@ -9,7 +9,8 @@ from typing import TypeVar
 from starlette.requests import ClientDisconnect, Request
 
 from qinfer.engine.aio import AsyncEngine
-from qinfer.engine.request import FinishReason, SamplingParams, TokenEvent, TokenLogprob, Usage
+from qinfer.engine.params import SamplingParams
+from qinfer.engine.request import FinishReason, TokenEvent, TokenLogprob, Usage
 from qinfer.server.errors import GenerationError, UnavailableError
 
 Result = TypeVar("Result")

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
-from qinfer.engine.request import MAX_STOP_CHARS, MAX_STOP_STRINGS, SamplingParams
+from qinfer.engine.params import MAX_STOP_CHARS, MAX_STOP_STRINGS, SamplingParams
 from qinfer.errors import RequestError
 
 MAX_PROMPTS = 256

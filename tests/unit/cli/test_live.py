@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from qinfer.cli.live import stream
-from qinfer.engine.request import SamplingParams, TokenEvent
+from qinfer.engine.params import SamplingParams
+from qinfer.engine.request import TokenEvent
 from qinfer.errors import NonFiniteError
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from qinfer.engine.admission import Limits, RequestFactory, eos_ids, sampling_defaults
-from qinfer.engine.request import SamplingDefaults, SamplingParams
+from qinfer.engine.params import SamplingDefaults, SamplingParams
 from qinfer.errors import ConfigError, ContextLengthError, RequestError
 
 LIMITS = Limits(max_model_len=128, vocab_size=288, bos_token_id=256, eos_ids=frozenset({257}))

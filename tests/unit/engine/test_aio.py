@@ -7,7 +7,8 @@ from support.fake_engine import FakeRunner, drain, make_core, outputs
 
 from qinfer.engine.aio import AsyncEngine
 from qinfer.engine.core import EngineCore
-from qinfer.engine.request import SamplingParams, TokenEvent
+from qinfer.engine.params import SamplingParams
+from qinfer.engine.request import TokenEvent
 from qinfer.errors import CapacityError, ContextLengthError, QinferError, RequestError
 from qinfer.kvcache.inputs import ModelInputs, ModelOutput
 

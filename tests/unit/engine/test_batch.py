@@ -1,7 +1,8 @@
 import torch
 
 from qinfer.engine.batch import build
-from qinfer.engine.request import Request, SamplingParams
+from qinfer.engine.params import SamplingParams
+from qinfer.engine.request import Request
 from qinfer.engine.scheduler import Batch
 
 

@@ -1,7 +1,8 @@
 import pytest
 
 from qinfer.engine.blocks import BlockManager
-from qinfer.engine.request import Request, SamplingParams
+from qinfer.engine.params import SamplingParams
+from qinfer.engine.request import Request
 
 
 def make(tokens: list[int], *, use_prefix_cache: bool = True) -> Request:

@@ -7,7 +7,7 @@ import torch
 from support.fake_engine import EOS, VOCAB, drain, make_core, outputs
 
 from qinfer.engine.admission import Limits
-from qinfer.engine.request import SamplingParams
+from qinfer.engine.params import SamplingParams
 from qinfer.errors import CapacityError, RequestError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -7,7 +7,8 @@ from support.tokenizers import BOS, EOS, FIRST_ALIAS, byte_fallback, write_token
 from tokenizers import decoders
 
 from qinfer.engine.output import Detokenizer, OutputStream, StopMatcher
-from qinfer.engine.request import Request, SamplingParams
+from qinfer.engine.params import SamplingParams
+from qinfer.engine.request import Request
 from qinfer.models.tokenizer import Tokenizer, load_tokenizer
 
 

@@ -2,7 +2,8 @@ from typing import Any
 
 import pytest
 
-from qinfer.engine.request import Request, SamplingDefaults, SamplingParams
+from qinfer.engine.params import SamplingDefaults, SamplingParams
+from qinfer.engine.request import Request
 from qinfer.errors import RequestError
 
 

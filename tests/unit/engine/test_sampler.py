@@ -10,7 +10,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from qinfer.engine.request import Request, SamplingParams
+from qinfer.engine.params import SamplingParams
+from qinfer.engine.request import Request
 from qinfer.engine.sampler import (
     SamplerState,
     draw,

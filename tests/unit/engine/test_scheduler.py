@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from qinfer.engine.blocks import BlockManager
-from qinfer.engine.request import Request, RequestStatus, SamplingParams
+from qinfer.engine.params import SamplingParams
+from qinfer.engine.request import Request, RequestStatus
 from qinfer.engine.scheduler import Batch, Scheduler
 from qinfer.errors import CapacityError, RequestError
 

@@ -9,7 +9,8 @@ import httpx
 import pytest
 from support.tokenizers import write_tokenizer
 
-from qinfer.engine.request import SamplingParams, TokenEvent, TokenLogprob, Usage
+from qinfer.engine.params import SamplingParams
+from qinfer.engine.request import TokenEvent, TokenLogprob, Usage
 from qinfer.models.tokenizer import load_tokenizer
 from qinfer.server.app import create_app
 from qinfer.server.service import ServerSettings

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from qinfer.engine.request import MAX_N
+from qinfer.engine.params import MAX_N
 from qinfer.server.wire import UNSUPPORTED, CompletionRequest
 
 COMPLETIONS = "/v1/completions"
