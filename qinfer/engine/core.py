@@ -93,6 +93,7 @@ class EngineCore:
         batch = self.scheduler.schedule()
         if not batch.items:
             return self._take_immediate()
+        _note_start(batch)
         output = self._runner.run(build(batch, self.scheduler.blocks.block_size, self._device))
         return self._take_immediate() + self._update(batch, output)
 
@@ -268,6 +269,7 @@ class EngineCore:
             logprobs=None if choice.logprob is None else (choice.logprob,),
             finish_reason=reason,
             usage=None if reason is None else _usage(request),
+            queue_seconds=None if reason is None else request.queue_seconds,
         )
 
     def _fail(self, request: Request, layer: int) -> TokenEvent:
@@ -291,6 +293,14 @@ class EngineCore:
         return [_last_event(request, "length")] if complete else []
 
 
+def _note_start(batch: Batch) -> None:
+    """Note when requests got their first step."""
+    now = time.monotonic()
+    for request, _ in batch.items:
+        if request.started is None:
+            request.started = now
+
+
 def _usage(request: Request) -> Usage:
     return Usage(request.num_prompt, request.num_output, request.num_cached)
 
@@ -304,4 +314,5 @@ def _last_event(request: Request, reason: FinishReason, error: str | None = None
         finish_reason=reason,
         usage=_usage(request),
         error=error,
+        queue_seconds=request.queue_seconds,
     )

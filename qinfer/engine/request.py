@@ -42,6 +42,7 @@ class Request:
         num_cached: prompt tokens that were found in the cache when it was first admitted.
         num_preemptions: how often it lost its blocks and had to start again.
         arrival: seconds on the monotonic clock when it was added.
+        started: the same when its first step began; None before.
     """
 
     id: str
@@ -63,6 +64,12 @@ class Request:
     num_cached: int = 0
     num_preemptions: int = 0
     arrival: float = 0.0
+    started: float | None = None
+
+    @property
+    def queue_seconds(self) -> float | None:
+        """How long it waited for its first step; None if that never came."""
+        return None if self.started is None else self.started - self.arrival
 
     @property
     def num_tokens(self) -> int:
@@ -137,6 +144,7 @@ class TokenEvent:
         error: the message, when `finish_reason` is `error`.
         prompt_logprobs: on the first event of a sample whose request asks for them: one entry per
             token of the prompt, None for the first, which nothing predicts.
+        queue_seconds: on the last event: how long it waited for its first step.
     """
 
     request_id: str
@@ -148,6 +156,7 @@ class TokenEvent:
     usage: Usage | None = None
     error: str | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    queue_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
