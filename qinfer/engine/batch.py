@@ -22,7 +22,7 @@ def build(batch: Batch, block_size: int, device: str = "cpu") -> ModelInputs:
         start, end = request.num_computed, request.num_computed + num_new
         shift = len(tokens) - start  # from a position of the sequence to a token of the step
         rows.extend(position + shift for position in request.wanted_rows(num_new))
-        tokens.extend(request.tokens[start:end])
+        tokens.extend(request.upcoming(num_new))
         positions.extend(range(start, end))
         tables.append(request.block_ids[: -(-end // block_size)])
     width = max(map(len, tables))

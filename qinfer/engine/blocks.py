@@ -10,6 +10,9 @@ Cached and free blocks are both *idle* and queue in one list: worthless ones in 
 ones, least recently used first. A request's blocks are freed in reverse, so that the tail of a
 prefix is evicted before its head.
 
+A block is written by one request only: who wants to write into one that others hold too, or that
+is cached, gets a copy first (copy-on-write); `take_copies` says which blocks are to be copied.
+
 Prefixes are recognized by a hash chain: SHA-256 over (the parent's hash, the block's tokens),
 rooted in the cache key (model and KV scheme). With SHA-256 a false match is out of the question,
 so equal hashes mean equal content. Only computed, full blocks enter the table.
@@ -18,7 +21,7 @@ so equal hashes mean equal content. Only computed, full blocks enter the table.
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from qinfer.engine.request import Request
 
@@ -50,6 +53,7 @@ class BlockManager:
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._copies: list[tuple[int, int]] = []
 
     @property
     def num_idle(self) -> int:
@@ -84,14 +88,56 @@ class BlockManager:
         self.peak_used = max(self.peak_used, self.num_used)
         return True
 
-    def grow(self, request: Request, num_tokens: int) -> bool:
-        """Extend a request's table to `num_tokens`; False, and nothing taken, if blocks lack."""
-        num_new = self.num_needed(num_tokens) - len(request.block_ids)
-        if num_new > len(self._idle):
+    def fork(self, parent: Request, child: Request) -> None:
+        """Let `child`, which holds no blocks, share those of the computed tokens it begins with.
+
+        Sets its `block_ids` and `num_computed`. Whoever writes first into the last, partial block
+        gets a copy of it (see `grow`).
+        """
+        num_shared = self.num_shareable(parent, child)
+        child.block_ids = parent.block_ids[: self.num_needed(num_shared)]
+        child.num_computed = num_shared
+        for block in child.block_ids:
+            self._refs[block] += 1
+
+    def num_shareable(self, parent: Request, child: Request) -> int:
+        """Return how many of `child`'s tokens need not be computed, since `parent` did."""
+        limit = min(parent.num_computed, child.num_tokens - 1)
+        return _common_length(parent.tokens, child.tokens, limit)
+
+    def grow(self, request: Request, num_tokens: int, *, reserve: int = 0) -> bool:
+        """Extend a request's table to `num_tokens`, and make what it will write its own.
+
+        What it will write begins at `num_computed`. The answer is False, and nothing is taken, if
+        fewer than `reserve` idle blocks would be left.
+        """
+        table = request.block_ids
+        needed = self.num_needed(num_tokens)
+        first = request.num_computed // self.block_size
+        foreign = [i for i in range(first, min(needed, len(table))) if not self._is_own(table[i])]
+        num_new = max(needed - len(table), 0)
+        if num_new + len(foreign) + reserve > len(self._idle):
             return False
-        request.block_ids.extend(self._take() for _ in range(num_new))
+        for index in foreign:
+            source, table[index] = table[index], self._take()
+            self._copies.append((source, table[index]))
+            self._drop(source)
+        table.extend(self._take() for _ in range(num_new))
         self.peak_used = max(self.peak_used, self.num_used)
         return True
+
+    def shrink(self, request: Request, num_tokens: int) -> None:
+        """Take back the blocks behind the first `num_tokens`; what they hold is worthless."""
+        needed = self.num_needed(num_tokens)
+        for block in reversed(request.block_ids[needed:]):
+            self._drop(block)
+        del request.block_ids[needed:]
+
+    def take_copies(self) -> tuple[tuple[int, int], ...]:
+        """Return the `(source, target)` to copy, in this order, before anything else is written."""
+        copies = tuple(self._copies)
+        self._copies.clear()
+        return copies
 
     def commit(self, request: Request, num_new: int) -> None:
         """Make the blocks shareable that the last `num_new` computed tokens have filled."""
@@ -109,11 +155,7 @@ class BlockManager:
     def release(self, request: Request) -> None:
         """Take a request's blocks back; what is in them stays reusable until evicted."""
         for block in reversed(request.block_ids):
-            self._refs[block] -= 1
-            if self._refs[block] == 0:
-                self._idle[block] = None
-                if self._hash_of[block] is None:
-                    self._idle.move_to_end(block, last=False)
+            self._drop(block)
         request.block_ids = []
         request.num_computed = 0
 
@@ -159,6 +201,18 @@ class BlockManager:
             hashes.append(hashlib.sha256(parent + tokens.tobytes()).digest())
         return hashes[index]
 
+    def _is_own(self, block: int) -> bool:
+        """Tell whether the one request that holds a block may write into it."""
+        return self._refs[block] == 1 and self._hash_of[block] is None
+
+    def _drop(self, block: int) -> None:
+        """Give up one reference; the last one makes the block idle."""
+        self._refs[block] -= 1
+        if self._refs[block] == 0:
+            self._idle[block] = None
+            if self._hash_of[block] is None:
+                self._idle.move_to_end(block, last=False)
+
     def _take(self) -> int:
         """Return the idle block that is missed least, evicting what it caches."""
         block, _ = self._idle.popitem(last=False)
@@ -168,6 +222,13 @@ class BlockManager:
             self._hash_of[block] = None
         self._refs[block] = 1
         return block
+
+
+def _common_length(left: Sequence[int], right: Sequence[int], limit: int) -> int:
+    """Return how many tokens two sequences begin with alike, at most `limit`."""
+    if left[:limit] == right[:limit]:
+        return max(limit, 0)
+    return next(i for i in range(limit) if left[i] != right[i])
 
 
 def _check(condition: bool, message: str) -> None:  # noqa: FBT001 - reads like assert

@@ -94,6 +94,7 @@ class EngineCore:
         if not batch.items:
             return self._take_immediate()
         _note_start(batch)
+        self._runner.copy_blocks(batch.copies)
         output = self._runner.run(build(batch, self.scheduler.blocks.block_size, self._device))
         return self._take_immediate() + self._update(batch, output)
 
@@ -234,7 +235,7 @@ class EngineCore:
                 sampled.append((job, rows.start))
         choices = sample(output.logits, [(row, job.request, job.sampler) for job, row in sampled])
         news = [(job, choice) for (job, _), choice in zip(sampled, choices, strict=True)]
-        self.scheduler.update(batch, {job.request.id: choice.token_id for job, choice in news})
+        self.scheduler.update(batch, {job.request.id: (choice.token_id,) for job, choice in news})
         self._tokens.generation_tokens += len(news)
         events = [self._fail(request, layer) for request, layer in failed]
         events += [self._tell(job, choice) for job, choice in news]

@@ -34,9 +34,12 @@ class Request:
         score_next: None, or the request is scored instead of continued: the first position whose
             distribution over the next token is still wanted.
         use_prefix_cache: may start from cached blocks of an equal prefix.
+        rank: who is served first, lower ranks before higher ones; the scheduler sets it.
         status: where it is in its life.
         finish_reason: why it ended.
         num_computed: tokens whose K and V are in the cache.
+        draft: proposed continuation of `tokens`; computed with them in the next step as far as
+            budget and blocks allow (the rest is dropped), and kept where it turns out right.
         block_ids: the cache blocks it holds, in order.
         block_hashes: hash chain over its full blocks, as far as it was needed.
         num_cached: prompt tokens that were found in the cache when it was first admitted.
@@ -56,9 +59,11 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     score_next: int | None = None
     use_prefix_cache: bool = True
+    rank: tuple[int, ...] = ()
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     num_computed: int = 0
+    draft: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     num_cached: int = 0
@@ -93,16 +98,20 @@ class Request:
             return 0
         return self.num_tokens - 1 if self.score_next is None else self.score_next
 
+    def upcoming(self, num_new: int) -> list[int]:
+        """Return the next `num_new` token ids to compute: known ones, then the draft."""
+        start, end = self.num_computed, self.num_computed + num_new
+        return self.tokens[start:end] + self.draft[: max(end - self.num_tokens, 0)]
+
     def wanted_rows(self, num_new: int) -> range:
         """Return the positions among the next `num_new` whose logits are wanted.
 
         A scored request wants all from `score_next` on; any other wants its last known token's,
-        as soon as everything before it is computed.
+        as soon as everything before it is computed, and those of the draft behind it.
         """
         end = self.num_computed + num_new
-        if self.score_next is not None:
-            return range(max(self.num_computed, self.score_next), end)
-        return range(end - 1, end) if end == self.num_tokens else range(0)
+        first = self.num_tokens - 1 if self.score_next is None else self.score_next
+        return range(max(self.num_computed, first), end)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Runs the model on one step's inputs; the only place where the engine touches the decoder."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -11,6 +12,10 @@ from qinfer.models.causal_lm import CausalLM
 
 class ModelRunner(Protocol):
     """Whatever turns the inputs of a step into logits; tests bring a model of their own."""
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy cache blocks, `(source, target)` in this order, before the step is computed."""
+        ...
 
     def run(self, inputs: ModelInputs) -> ModelOutput:
         """Compute one step."""
@@ -32,6 +37,11 @@ class Runner:
     def __init__(self, decoder: CausalLM, pool: KVPool) -> None:
         self.decoder = decoder
         self.pool = pool
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy cache blocks, `(source, target)` in this order, before the step is computed."""
+        for source, target in copies:
+            self.pool.copy_block(source, target)
 
     @torch.inference_mode()
     def run(self, inputs: ModelInputs) -> ModelOutput:

@@ -12,7 +12,7 @@ every request finishes.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from qinfer.engine.blocks import BlockManager
@@ -27,10 +27,12 @@ class Batch:
     Args:
         items: `(request, num_new)`: which requests compute how many of their tokens.
         preempted: requests that lost their blocks in favour of earlier ones.
+        copies: `(source, target)` cache blocks to copy, in this order, before the step.
     """
 
     items: tuple[tuple[Request, int], ...]
     preempted: tuple[Request, ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(slots=True)
@@ -41,6 +43,8 @@ class Counters:
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     computed_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 class Scheduler:
@@ -118,28 +122,41 @@ class Scheduler:
         budget = _Budget(self.max_batch_tokens, self.max_logit_rows)
         items: list[tuple[Request, int]] = []
         preempted: list[Request] = []
+        decoding = sum(not _has_more_than_one_token_left(request) for request in self._running)
         for request in sorted(self._running, key=_has_more_than_one_token_left):
+            decoding -= 1  # those behind this one come before its draft
             num_new = budget.share(request)
+            room = budget.room_behind(num_new, max(decoding, 0))
+            num_new += self._place_draft(request, num_new, room, reserve=max(decoding, 0))
             if num_new and self._make_room(request, num_new, preempted):
                 budget.spend(request, num_new)
                 items.append((request, num_new))
         if not preempted:
             self._admit(budget, items)
-        return Batch(tuple(items), tuple(preempted))
+        copies = self.blocks.take_copies() if items else ()
+        return Batch(tuple(items), tuple(preempted), copies)
 
-    def update(self, batch: Batch, new_tokens: Mapping[str, int]) -> None:
+    def update(self, batch: Batch, new_tokens: Mapping[str, Sequence[int]]) -> None:
         """Record that a batch was computed.
 
         Args:
             batch: what `schedule` returned.
-            new_tokens: the sampled token of each request that got one, by request id.
+            new_tokens: the new tokens of each request that got some, by request id: as much of its
+                draft as was accepted, and one more.
         """
         for request, num_new in batch.items:
-            request.num_computed += num_new
+            accepted = new_tokens.get(request.id, ())
+            num_right = _num_right(request.draft, accepted)
+            num_known = num_new - len(request.draft)
             self.counters.computed_tokens += num_new
-            self.blocks.commit(request, num_new)
-            if request.id in new_tokens:
-                request.tokens.append(new_tokens[request.id])
+            self.counters.draft_tokens += len(request.draft)
+            self.counters.accepted_draft_tokens += num_right
+            request.draft.clear()
+            request.tokens.extend(accepted)
+            request.num_computed += num_known + num_right
+            self.blocks.commit(request, num_known + num_right)
+            if num_new > num_known + num_right:
+                self.blocks.shrink(request, request.num_tokens)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """Remove a request, waiting or running, and take its blocks back."""
@@ -162,6 +179,22 @@ class Scheduler:
         if len(self._running) + len(self._waiting) != len(self._requests):
             raise AssertionError("a request is neither waiting nor running")
 
+    def _place_draft(self, request: Request, num_new: int, room: int, *, reserve: int) -> int:
+        """Drop what there is no room for from a request's draft; return what is left of it.
+
+        A draft is a gamble: it takes idle blocks only, and none that the `reserve` requests behind
+        may need.
+        """
+        end = request.num_computed + num_new
+        if not request.draft or request.status is not RequestStatus.RUNNING:
+            return 0
+        room = min(room, request.max_slots - end) if end == request.num_tokens else 0
+        del request.draft[max(room, 0) :]
+        end += len(request.draft)
+        if request.draft and not self.blocks.grow(request, end, reserve=reserve):
+            request.draft.clear()
+        return len(request.draft)
+
     def _make_room(self, request: Request, num_new: int, preempted: list[Request]) -> bool:
         """Extend a request's blocks, preempting from the latest on; False if it was itself hit."""
         if request.status is not RequestStatus.RUNNING:
@@ -169,6 +202,7 @@ class Scheduler:
         while not self.blocks.grow(request, request.num_computed + num_new):
             victim = self._running.pop()
             self.blocks.release(victim)
+            victim.draft.clear()
             victim.status = RequestStatus.WAITING
             victim.num_preemptions += 1
             self.counters.preemptions += 1
@@ -218,10 +252,24 @@ class _Budget:
         excess = len(request.wanted_rows(num_new)) - self.rows
         return max(num_new - excess, 0) if excess > 0 else num_new
 
+    def room_behind(self, num_new: int, num_others: int) -> int:
+        """Return how much draft may follow `num_new` tokens if `num_others` get one token each."""
+        return min(self.tokens - num_new, self.rows - 1) - num_others
+
     def spend(self, request: Request, num_new: int) -> None:
         """Take a share off the budget."""
         self.tokens -= num_new
         self.rows -= len(request.wanted_rows(num_new))
+
+
+def _num_right(draft: Sequence[int], accepted: Sequence[int]) -> int:
+    """Return how many leading drafted tokens came true; the last accepted one is not computed."""
+    num_right = 0
+    for drafted, token in zip(draft, accepted[:-1], strict=False):
+        if drafted != token:
+            break
+        num_right += 1
+    return num_right
 
 
 def _has_more_than_one_token_left(request: Request) -> bool:

@@ -48,6 +48,11 @@ class FakeRunner:
         self.num_tokens: list[int] = []  # of each step
         self.inputs: list[ModelInputs] = []
 
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        slots = self.cache.view(-1, BLOCK_SIZE)
+        for source, target in copies:
+            slots[target] = slots[source]
+
     def run(self, inputs: ModelInputs) -> ModelOutput:
         self.inputs.append(inputs)
         self.num_tokens.append(len(inputs.token_ids))

@@ -29,7 +29,7 @@ def make_scheduler(num_blocks: int = 8, max_batch_tokens: int = 16, max_running:
 
 def finish_step(scheduler: Scheduler, batch: Batch, token: int = 2) -> dict[str, int]:
     """Give a token to every request that is caught up, and end those that are complete."""
-    new = {r.id: token for r, n in batch.items if r.wanted_rows(n) and r.score_next is None}
+    new = {r.id: (token,) for r, n in batch.items if r.wanted_rows(n) and r.score_next is None}
     scheduler.update(batch, new)
     for request, _ in batch.items:
         over = request.num_tokens >= request.max_length
@@ -208,7 +208,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert num_new >= 1
             assert len(request.wanted_rows(num_new)) <= 1
             self._write(request, num_new, written)
-        new = {r.id: self.count % 2 for r, n in batch.items if r.wanted_rows(n)}
+        new = {r.id: (self.count % 2,) for r, n in batch.items if r.wanted_rows(n)}
         self.scheduler.update(batch, new)
         for request in scheduled:
             if request.num_tokens >= request.max_length:
