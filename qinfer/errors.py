@@ -46,7 +46,11 @@ class CapacityError(QinferError):
 
 
 class OverloadedError(CapacityError):
-    """Too much is asked for at this moment; the same request may be served later."""
+    """Too much is asked for at this moment; try again in about `retry_after` seconds."""
+
+    def __init__(self, message: str, *, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class RequestError(QinferError):
