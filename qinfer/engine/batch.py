@@ -18,7 +18,7 @@ def build(batch: Batch, block_size: int, device: str = "cpu") -> ModelInputs:
     positions: list[int] = []
     rows: list[int] = []
     tables: list[list[int]] = []
-    for request, num_new in batch.items:
+    for request, num_new in batch.sequences:
         start, end = request.num_computed, request.num_computed + num_new
         shift = len(tokens) - start  # from a position of the sequence to a token of the step
         rows.extend(position + shift for position in request.wanted_rows(num_new))
@@ -26,7 +26,7 @@ def build(batch: Batch, block_size: int, device: str = "cpu") -> ModelInputs:
         positions.extend(range(start, end))
         tables.append(request.block_ids[: -(-end // block_size)])
     width = max(map(len, tables))
-    counts = torch.tensor([num_new for _, num_new in batch.items])
+    counts = torch.tensor([num_new for _, num_new in batch.sequences])
     block_tables = torch.tensor([table + [0] * (width - len(table)) for table in tables])
     position_ids = torch.tensor(positions)
     sequence = torch.repeat_interleave(counts)  # [tokens], the sequence of each token
@@ -36,7 +36,7 @@ def build(batch: Batch, block_size: int, device: str = "cpu") -> ModelInputs:
         positions=position_ids,
         slots=blocks * block_size + position_ids % block_size,
         block_tables=block_tables,
-        seq_lens=torch.tensor([r.num_computed + num_new for r, num_new in batch.items]),
+        seq_lens=torch.tensor([r.num_computed + num_new for r, num_new in batch.sequences]),
         query_starts=torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))),
         logit_rows=torch.tensor(rows, dtype=torch.int64),
     )

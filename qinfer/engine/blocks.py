@@ -69,13 +69,26 @@ class BlockManager:
         """Return the blocks that `num_tokens` of one sequence occupy."""
         return -(-num_tokens // self.block_size)
 
-    def admit(self, request: Request, *, reserve: int = 0) -> bool:
+    def admit(self, request: Request, *, reserve: int = 0, sibling: Request | None = None) -> bool:
         """Give a request blocks for all its tokens, as many as possible from the cache.
 
         Sets its `block_ids` and `num_computed`. Nothing changes if fewer than `reserve` idle
         blocks would be left; then the answer is False.
+
+        Args:
+            request: holds no blocks.
+            reserve: idle blocks to leave.
+            sibling: a request whose blocks may be shared too; the last, partial one is copied.
         """
         matched = self._match(request)
+        num_computed = len(matched) * self.block_size
+        partial = None
+        if sibling is not None:
+            num_shared = self.num_shareable(sibling, request)
+            if num_shared > num_computed:
+                whole, rest = divmod(num_shared, self.block_size)
+                matched, num_computed = sibling.block_ids[:whole], num_shared
+                partial = sibling.block_ids[whole] if rest else None
         num_new = self.num_needed(request.num_tokens) - len(matched)
         num_revived = sum(self._refs[block] == 0 for block in matched)
         if num_new + reserve > len(self._idle) - num_revived:
@@ -84,7 +97,9 @@ class BlockManager:
             self._refs[block] += 1
             self._idle.pop(block, None)
         request.block_ids = matched + [self._take() for _ in range(num_new)]
-        request.num_computed = len(matched) * self.block_size
+        request.num_computed = num_computed
+        if partial is not None:
+            self._copies.append((partial, request.block_ids[len(matched)]))
         self.peak_used = max(self.peak_used, self.num_used)
         return True
 
@@ -102,7 +117,7 @@ class BlockManager:
 
     def num_shareable(self, parent: Request, child: Request) -> int:
         """Return how many of `child`'s tokens need not be computed, since `parent` did."""
-        limit = min(parent.num_computed, child.num_tokens - 1)
+        limit = min(parent.num_computed, child.max_reusable)
         return _common_length(parent.tokens, child.tokens, limit)
 
     def grow(self, request: Request, num_tokens: int, *, reserve: int = 0) -> bool:

@@ -34,7 +34,8 @@ class Request:
         score_next: None, or the request is scored instead of continued: the first position whose
             distribution over the next token is still wanted.
         use_prefix_cache: may start from cached blocks of an equal prefix.
-        rank: who is served first, lower ranks before higher ones; the scheduler sets it.
+        rank: (priority, number of arrival), set by the scheduler; lower ranks are served first.
+        forked: it began with the blocks of another request, beside the limit on running ones.
         status: where it is in its life.
         finish_reason: why it ended.
         num_computed: tokens whose K and V are in the cache.
@@ -60,6 +61,7 @@ class Request:
     score_next: int | None = None
     use_prefix_cache: bool = True
     rank: tuple[int, ...] = ()
+    forked: bool = False
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     num_computed: int = 0
