@@ -14,6 +14,7 @@ from qinfer.server.chat import chat
 from qinfer.server.completions import complete
 from qinfer.server.errors import install_error_handlers
 from qinfer.server.limits import BodyLimit
+from qinfer.server.page import add_page
 from qinfer.server.responses import (
     ChatResponse,
     CompletionResponse,
@@ -57,6 +58,7 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer, settings: ServerSettin
     install_error_handlers(app)
     _add_model_routes(app, service)
     _add_generation_routes(app, service)
+    add_page(app)
     return app
 
 

@@ -1,0 +1,104 @@
+// Values over the last minutes.
+
+import { Chart, MARGIN, niceTop } from "./chart.js";
+import { h, s } from "./dom.js";
+
+const SPAN = 300; // seconds shown
+const GAP = 3.5; // seconds between samples that break the line
+
+export class LineChart extends Chart {
+  /** `series`: [{name, color: 1..4, read(sample) -> number or null}]; `top`: fixed maximum, if any. */
+  constructor(title, series, { format, tick = format, top = null, least = 1, ...options }) {
+    super(title, options);
+    Object.assign(this, { series, format, tick, top, least });
+    this.samples = [];
+    if (series.length > 1) {
+      this.element.querySelector("header").after(h("div", { class: "legend" }, ...series.map(({ name, color }) =>
+        h("span", {}, h("i", { class: `swatch c${color}` }), name))));
+    }
+  }
+
+  /** `samples`: [{time (s), ...}], oldest first; `now`: the right edge. */
+  update(samples, now) {
+    this.samples = samples.filter((sample) => sample.time >= now - SPAN - 2);
+    this.now = now;
+    const last = this.samples.at(-1);
+    this.value.textContent = last ? this.series.map(({ read }) => this.#text(read(last))).join(" · ") : "";
+    this.redraw();
+  }
+
+  draw(width, height, svg) {
+    const values = this.samples.flatMap((sample) => this.series.map(({ read }) => read(sample) ?? 0));
+    const top = this.top ?? niceTop(Math.max(0, ...values), this.least);
+    const y = this.grid(svg, width, height, top, this.tick);
+    const x = (time) => this.#x(time, width);
+    for (const minutes of [5, 4, 3, 2, 1, 0]) {
+      if (width < 420 && minutes % 2 === 0 && minutes > 0) continue;
+      const label = minutes === 0 ? "now" : `${minutes} min`;
+      svg.append(s("text", { class: "tick", x: x(this.now - minutes * 60), y: height - 6, "text-anchor": minutes === 0 ? "end" : minutes === 5 ? "start" : "middle", text: label }));
+    }
+    if (this.samples.length === 0) this.empty(svg, width, height, "waiting for figures");
+    for (const one of this.series) this.#line(svg, one, x, y);
+    const sample = this.samples[this.index];
+    if (sample) svg.append(s("line", { class: "cross", x1: x(sample.time), x2: x(sample.time), y1: MARGIN.top, y2: height - MARGIN.bottom }));
+  }
+
+  describe() {
+    const last = this.samples.at(-1);
+    return last ? this.series.map(({ name, read }) => `${name} ${this.#text(read(last))}`).join(", ") : "no figures yet";
+  }
+
+  size() {
+    return this.samples.length;
+  }
+
+  at(position, width) {
+    if (this.samples.length === 0) return null;
+    const distance = (sample) => Math.abs(this.#x(sample.time, width) - position);
+    return this.samples.reduce((best, sample, index) => (distance(sample) < distance(this.samples[best]) ? index : best), 0);
+  }
+
+  tipAt(index, width) {
+    const sample = this.samples[index];
+    if (!sample) return null;
+    const age = Math.round(this.now - sample.time);
+    const lines = this.series.map(({ name, color, read }) => [h("i", { class: `swatch c${color}` }), `${name} `, h("b", { text: this.#text(read(sample)) })]);
+    return { x: this.#x(sample.time, width), lines: [[age === 0 ? "now" : `${age} s ago`], ...lines] };
+  }
+
+  #line(svg, { color, read }, x, y) {
+    for (const run of runs(this.samples, read)) {
+      const points = run.map((sample) => `${x(sample.time).toFixed(1)},${y(Math.min(read(sample), this.top ?? Infinity)).toFixed(1)}`);
+      const [first, last] = [x(run[0].time).toFixed(1), x(run.at(-1).time).toFixed(1)];
+      svg.append(
+        s("path", { class: `area c${color}`, d: `M${first},${y(0)}L${points.join("L")}L${last},${y(0)}Z` }),
+        s("path", { class: `line c${color}`, d: `M${points.join("L")}` }));
+    }
+    const end = this.samples.at(-1);
+    if (end && read(end) !== null) svg.append(s("circle", { class: `dot c${color}`, cx: x(end.time), cy: y(Math.min(read(end), this.top ?? Infinity)), r: 3.5 }));
+  }
+
+  #x(time, width) {
+    return width - MARGIN.right - ((this.now - time) / SPAN) * (width - MARGIN.left - MARGIN.right);
+  }
+
+  #text(value) {
+    return value === null ? "–" : this.format(value);
+  }
+}
+
+/** Cut samples where time or values are missing. */
+function runs(samples, read) {
+  const found = [];
+  let previous = null;
+  for (const sample of samples) {
+    if (read(sample) === null) {
+      previous = null;
+      continue;
+    }
+    if (!previous || sample.time - previous.time > GAP) found.push([]);
+    found.at(-1).push(sample);
+    previous = sample;
+  }
+  return found;
+}
