@@ -1,8 +1,9 @@
 """A checkpoint directory as named tensors and facts, checked before the first tensor is read.
 
-Tensors come one at a time, in the type of the file, as memory of their own: the file's mapping is
-let go after each, so that reading a model costs no more than what the caller keeps. The reader
-knows nothing of architectures; which tensors a model needs is the caller's to say.
+Tensors come one at a time, or some of their rows, in the type of the file and as memory of their
+own. Files are read and never mapped, so that reading a model costs no more than what the caller
+keeps. The reader knows nothing of architectures; which tensors a model needs is the caller's to
+say.
 """
 
 import logging
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from qinfer.checkpoint.files import list_names, read_json, read_optional_json
 from qinfer.checkpoint.pickles import find_pickles, index_pickles, load_pickle
@@ -77,13 +77,20 @@ class Checkpoint:
         entry = self._entry(name)
         if entry.file.suffix != ".safetensors":
             return load_pickle(entry.file)[name].clone(memory_format=torch.contiguous_format)
-        try:
-            with safe_open(entry.file, framework="pt") as file:
-                # A copy, because the library's tensor lives in a mapping of the file.
-                tensor: torch.Tensor = file.get_tensor(name).clone()
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{entry.file}: tensor {name} cannot be read: {error}") from error
-        return tensor
+        return _read(entry, name, entry.shape, entry.offset)
+
+    def rows(self, name: str, begin: int, end: int) -> torch.Tensor:
+        """Read rows `[begin, end)` of a tensor along its first dimension, as `tensor` does.
+
+        Raises:
+            CheckpointError: there is no such tensor, or its file cannot be read.
+        """
+        entry = self._entry(name)
+        if entry.file.suffix != ".safetensors":
+            return self.tensor(name)[begin:end]
+        row_bytes = entry.num_bytes // max(1, entry.shape[0])
+        shape = (end - begin, *entry.shape[1:])
+        return _read(entry, name, shape, entry.offset + begin * row_bytes)
 
     def weight(
         self, prefix: str, *, in_features: int, out_features: int
@@ -202,6 +209,26 @@ def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> Checkpoint:
         entries=entries,
     )
     return _with_symmetry(checkpoint)
+
+
+def _read(entry: TensorEntry, name: str, shape: tuple[int, ...], offset: int) -> torch.Tensor:
+    """Return a tensor whose values begin at byte `offset` of the file."""
+    tensor = torch.empty(shape, dtype=entry.dtype)
+    room = memoryview(tensor.flatten().view(torch.uint8).numpy())
+    try:
+        with entry.file.open("rb", buffering=0) as file:
+            file.seek(offset)
+            while room:
+                count = file.readinto(room)
+                if not count:
+                    raise CheckpointError(
+                        f"{entry.file}: tensor {name} cannot be read: the file became shorter "
+                        "after it was opened"
+                    )
+                room = room[count:]
+    except OSError as error:
+        raise CheckpointError(f"{entry.file}: tensor {name} cannot be read: {error}") from error
+    return tensor
 
 
 def _pickled_entries(path: Path, *, allow_pickle: bool) -> dict[str, TensorEntry]:

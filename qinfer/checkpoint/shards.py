@@ -41,11 +41,12 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor lies and what it is."""
+    """Where a tensor lies and what it is; `offset` is its first byte in a safetensors file."""
 
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
+    offset: int = 0
 
     @property
     def num_elements(self) -> int:
@@ -139,7 +140,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     end = 0
     for name, facts in header.items():
-        entries[name], stop = _entry(file, name, facts)
+        entries[name], stop = _entry(file, name, facts, 8 + length)
         end = max(end, stop)
     if 8 + length + end != size:
         state = "truncated" if size < 8 + length + end else "longer than its header says"
@@ -150,7 +151,8 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     return entries
 
 
-def _entry(file: Path, name: str, facts: Any) -> tuple[TensorEntry, int]:
+def _entry(file: Path, name: str, facts: Any, data: int) -> tuple[TensorEntry, int]:
+    """Return a tensor's place and where it stops, in a file whose data begin at byte `data`."""
     try:
         dtype, shape = DTYPES.get(facts["dtype"]), tuple(int(size) for size in facts["shape"])
         start, stop = (int(offset) for offset in facts["data_offsets"])
@@ -158,7 +160,7 @@ def _entry(file: Path, name: str, facts: Any) -> tuple[TensorEntry, int]:
         raise CheckpointError(f"{file} has a damaged header entry for tensor {name}") from error
     if dtype is None:
         raise CheckpointError(f"{file}: tensor {name} has unsupported type {facts['dtype']!r}")
-    entry = TensorEntry(file, dtype, shape)
+    entry = TensorEntry(file, dtype, shape, data + start)
     if start < 0 or stop - start != entry.num_bytes:
         raise CheckpointError(
             f"{file} has a damaged header: tensor {name} of shape {shape} and type "

@@ -123,7 +123,7 @@ def from_tensors(
         raise CheckpointError(f"{name}.scales holds NaN or infinity; the file is damaged")
     middle = 1 << (scheme.bits - 1)
     unsigned = unpack(tensors["qweight"], scheme.bits, 0, in_features)  # [in, out]
-    codes = (unsigned.T.to(torch.int16) - middle).to(torch.int8).contiguous()
+    codes = unsigned.T.contiguous().sub_(middle).view(torch.int8)  # bytes wrap around
     return QuantizedWeight(
         codes=codes,
         scales=scales,

@@ -9,6 +9,7 @@ import torch
 
 _CODES = 32  # codes that fill a whole number of words, whatever the width
 _WORD_MASK = 0xFFFFFFFF
+_BYTE_BITS = (4, 8)  # the widths of which bytes hold whole codes, in order
 
 
 def num_words(size: int, bits: int) -> int:
@@ -62,15 +63,18 @@ def unpack(words: torch.Tensor, bits: int, dim: int, size: int) -> torch.Tensor:
         size: number of codes along `dim`.
 
     Returns:
-        uint8, the shape of `words` with `dim` replaced by `size`.
+        uint8 in memory of its own, the shape of `words` with `dim` replaced by `size`; with 4 and 8
+        bits, codes that are neighbours along `dim` are so in memory.
 
     Raises:
         ValueError: `words` holds another number of words than `size` codes need.
     """
+    found, needed = words.shape[dim], num_words(size, bits)
+    if found != needed:
+        raise ValueError(f"{size} codes of {bits} bits need {needed} words, found {found}")
+    if bits in _BYTE_BITS:
+        return _unpack_bytes(words, bits, dim, size)
     moved = words.movedim(dim, 0)  # [words, ...]
-    needed = num_words(size, bits)
-    if moved.shape[0] != needed:
-        raise ValueError(f"{size} codes of {bits} bits need {needed} words, found {moved.shape[0]}")
     blocks = -(-size // _CODES)
     padded = torch.zeros((blocks * bits, *moved.shape[1:]), dtype=torch.int64, device=words.device)
     padded[: moved.shape[0]] = moved.to(torch.int64) & _WORD_MASK
@@ -82,10 +86,22 @@ def unpack(words: torch.Tensor, bits: int, dim: int, size: int) -> torch.Tensor:
         if shift + bits > 32:
             value = value | (stream[:, word + 1] << (32 - shift))
         codes[:, lane] = (value & ((1 << bits) - 1)).to(torch.uint8)
-    return codes.flatten(0, 1)[:size].movedim(0, dim).contiguous()
+    return codes.flatten(0, 1)[:size].movedim(0, dim)
 
 
 def to_int32(words: torch.Tensor) -> torch.Tensor:
     """Return unsigned 32-bit values held in int64 as the int32 of the same bits."""
     words = words & _WORD_MASK
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def _unpack_bytes(words: torch.Tensor, bits: int, dim: int, size: int) -> torch.Tensor:
+    """Unpack through the words' bytes: a few passes over little memory, for large weights."""
+    moved = words.movedim(dim, -1).clone(memory_format=torch.contiguous_format)
+    codes = moved.view(torch.uint8)  # [..., bytes]
+    if bits == 4:
+        pairs = codes.new_empty(*codes.shape, 2)
+        torch.bitwise_and(codes, 15, out=pairs[..., 0])
+        torch.bitwise_right_shift(codes, 4, out=pairs[..., 1])
+        codes = pairs.flatten(-2)
+    return codes[..., :size].movedim(-1, dim)

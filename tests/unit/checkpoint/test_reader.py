@@ -1,5 +1,6 @@
 import json
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -333,6 +334,23 @@ def test_l04_reading_costs_the_weights_once(smollm2: Path) -> None:
         [sys.executable, "-c", _MEASURE, str(smollm2)], capture_output=True, text=True, check=True
     )
     assert 250 < int(run.stdout) < 400
+
+
+def test_rows_are_those_of_the_whole_tensor(tiny: Path) -> None:
+    checkpoint = open_checkpoint(tiny)
+    for name in checkpoint.names():
+        whole = checkpoint.tensor(name)
+        assert torch.equal(checkpoint.rows(name, 0, whole.shape[0]), whole)
+        assert torch.equal(checkpoint.rows(name, 5, 17), whole[5:17])
+        assert checkpoint.rows(name, 3, 3).shape == (0, *whole.shape[1:])
+
+
+def test_a_file_that_shrinks_after_it_was_opened(tiny: Path) -> None:
+    checkpoint = open_checkpoint(tiny)
+    file = tiny / "model.safetensors"
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match=r"tensor .* became shorter"):
+        [checkpoint.tensor(name) for name in checkpoint.names()]
 
 
 # --- the recorded KV scheme -----------------------------------------------------------------------
