@@ -39,14 +39,17 @@ class EngineProcess:
         script: file of this folder.
         threads: for the libraries that read `OMP_NUM_THREADS`.
         log: file that takes what the process writes.
+        variables: further `NAME=value` for it.
     """
 
-    def __init__(self, python: str, script: str, threads: int, log: Path) -> None:
+    def __init__(
+        self, python: str, script: str, threads: int, log: Path, variables: tuple[str, ...] = ()
+    ) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log
-        variables = [f"OMP_NUM_THREADS={threads}", "HF_HUB_OFFLINE=1", "TOKENIZERS_PARALLELISM=0"]
+        common = [f"OMP_NUM_THREADS={threads}", "HF_HUB_OFFLINE=1", "TOKENIZERS_PARALLELISM=0"]
         self._process = subprocess.Popen(
-            ["env", *variables, python, str(HERE / script)],
+            ["env", *common, *variables, python, str(HERE / script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log.open("ab"),

