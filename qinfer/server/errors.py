@@ -6,6 +6,7 @@ from typing import Any, Final
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from qinfer.errors import (
@@ -16,11 +17,28 @@ from qinfer.errors import (
     QinferError,
     RequestError,
 )
+from qinfer.server.request_ids import HEADER as REQUEST_ID
+from qinfer.server.request_ids import request_id
 
 CLIENT_ERROR: Final = "invalid_request_error"
 SERVER_ERROR: Final = "server_error"
-RETRY_AFTER_SECONDS: Final = "1"
+RETRY_AFTER_SECONDS: Final = 1
 _MAX_VALIDATION_ERRORS = 3  # of one body; a union reports one per alternative
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong: in words, whose fault it is, the field to blame, and a code for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    """The body of every error, as OpenAI's clients expect it."""
+
+    error: ErrorDetail
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +60,10 @@ class ModelNotFoundError(RequestError):
     """The request names a model that this server does not serve."""
 
 
+class UnsupportedRouteError(QinferError):
+    """A route of OpenAI's that this server knows, but does not serve."""
+
+
 class GenerationError(QinferError):
     """A request that the engine ended with an error, such as non-finite logits."""
 
@@ -55,8 +77,9 @@ ERROR_KINDS: tuple[tuple[type[Exception], ErrorKind], ...] = (
     (ContextLengthError, ErrorKind(400, CLIENT_ERROR, "context_length_exceeded")),
     (ModelNotFoundError, ErrorKind(404, CLIENT_ERROR, "model_not_found")),
     (RequestError, ErrorKind(400, CLIENT_ERROR)),
+    (UnsupportedRouteError, ErrorKind(501, CLIENT_ERROR, "not_supported")),
     (UnavailableError, ErrorKind(503, SERVER_ERROR, "unavailable")),
-    (OverloadedError, ErrorKind(503, SERVER_ERROR, "overloaded")),
+    (OverloadedError, ErrorKind(429, "rate_limit_error", "overloaded")),
     # What could never run, however long it waited: the message says which limit to change.
     (CapacityError, ErrorKind(400, CLIENT_ERROR, "capacity_exceeded")),
     (NonFiniteError, ErrorKind(500, SERVER_ERROR, "non_finite")),
@@ -64,7 +87,7 @@ ERROR_KINDS: tuple[tuple[type[Exception], ErrorKind], ...] = (
     (Exception, ErrorKind(500, SERVER_ERROR, "internal_error")),
 )
 
-_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+_HTTP_CODES = {400: "bad_request", 404: "not_found", 405: "method_not_allowed", 408: "timeout", 413: "body_too_large"}
 
 
 def error_kind(error: Exception) -> ErrorKind:
@@ -95,7 +118,10 @@ def body_of(error: Exception) -> dict[str, Any]:
 def error_response(error: Exception) -> JSONResponse:
     """Return the HTTP response for an exception."""
     status = error_kind(error).status
-    headers = {"Retry-After": RETRY_AFTER_SECONDS} if status == 503 else None
+    headers = None
+    if status == 503:
+        seconds = error.retry_after if isinstance(error, OverloadedError) else RETRY_AFTER_SECONDS
+        headers = {"Retry-After": str(seconds)}
     return JSONResponse(body_of(error), status_code=status, headers=headers)
 
 
@@ -107,8 +133,13 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _on_validation_error)
 
 
-async def _on_error(_request: Request, error: Exception) -> JSONResponse:
-    return error_response(error)
+async def _on_error(request: Request, error: Exception) -> JSONResponse:
+    response = error_response(error)
+    # What nobody expected is answered outside of all middleware, so the header is set here.
+    found = request_id(request.scope)
+    if found is not None and not isinstance(error, QinferError):
+        response.headers[REQUEST_ID] = found
+    return response
 
 
 async def _on_http_error(_request: Request, error: Exception) -> JSONResponse:
@@ -119,32 +150,9 @@ async def _on_http_error(_request: Request, error: Exception) -> JSONResponse:
 
 
 async def _on_validation_error(_request: Request, error: Exception) -> JSONResponse:
+    """Answer for parameters of the address; bodies are read elsewhere."""
     assert isinstance(error, RequestValidationError)
-    errors = error.errors()
-    messages = list(dict.fromkeys(_describe(item) for item in errors))
-    message = "; ".join(messages[:_MAX_VALIDATION_ERRORS])
-    param = _field(errors[0]) if errors else None
-    return JSONResponse(error_body(message, kind=CLIENT_ERROR, param=param), status_code=400)
-
-
-def _field(item: dict[str, Any]) -> str | None:
-    """Return the dotted path of the offending field, without union alternatives."""
-    if item["type"] == "json_invalid":
-        return None
-    path = ""
-    for part in item["loc"][1:]:
-        if isinstance(part, int):
-            path += f"[{part}]"
-        elif part.isidentifier():
-            path += f".{part}" if path else part
-    return path or None
-
-
-def _describe(item: dict[str, Any]) -> str:
-    if item["type"] == "json_invalid":
-        reason = item.get("ctx", {}).get("error", "")
-        return f"the body is not valid JSON: {reason} at character {item['loc'][-1]}"
-    if item["type"] == "extra_forbidden":
-        return f"unknown field {_field(item)!r}"
-    field = _field(item)
-    return f"{field}: {item['msg']}" if field else f"body: {item['msg']}"
+    first = error.errors()[0]
+    name = str(first["loc"][-1])
+    message = f"{name}: {first['msg']}"
+    return JSONResponse(error_body(message, kind=CLIENT_ERROR, param=name), status_code=400)
