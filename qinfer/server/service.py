@@ -11,6 +11,7 @@ from typing import TypeVar
 from qinfer.engine.aio import AsyncEngine
 from qinfer.models.tokenizer import Tokenizer
 from qinfer.server.errors import ModelNotFoundError
+from qinfer.server.settings import OperationSettings
 from qinfer.server.wire import ChatRequest, TokenIds
 
 DEFAULT_MAX_BODY_BYTES = 4 * 1024**2
@@ -26,11 +27,13 @@ class ServerSettings:
         served_model_names: names that requests may use; the first is shown in answers.
         max_model_len: tokens of prompt and answer that one request may use.
         max_body_bytes: larger request bodies are refused with 413.
+        operations: who may call, what is written down, and how much is taken on.
     """
 
     served_model_names: tuple[str, ...]
     max_model_len: int
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    operations: OperationSettings = field(default_factory=OperationSettings)
 
 
 @dataclass(frozen=True, slots=True)
