@@ -6,11 +6,11 @@ this module knows no format. Torch-free.
 """
 
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from qinfer.engine.request import TokenEvent, Usage
+from qinfer.engine.request import FinishReason, TokenEvent, Usage
 
 RATE_WINDOW_SECONDS = 10
 
@@ -121,6 +121,7 @@ class Latencies:
         queue: arrival to the first step.
         prompt_tokens: lengths of prompts.
         generation_tokens: lengths of answers.
+        ended: sequences that ended, by reason, whoever ended them; each exactly once.
         generated: tokens per second of late.
     """
 
@@ -131,6 +132,7 @@ class Latencies:
     queue: Histogram = field(default_factory=lambda: Histogram(_REQUEST))
     prompt_tokens: Histogram = field(default_factory=lambda: Histogram(_LENGTH))
     generation_tokens: Histogram = field(default_factory=lambda: Histogram(_LENGTH))
+    ended: Counter[FinishReason] = field(default_factory=Counter)
     generated: Rate = field(default_factory=Rate)
 
     def delivered(self, clock: Clock, num_tokens: int, now: float) -> None:
@@ -146,6 +148,8 @@ class Latencies:
     def finished(self, clock: Clock, event: TokenEvent, now: float) -> SequenceTimes:
         """Note the end of a sequence and return its times."""
         times = sequence_times(clock, event.queue_seconds, now)
+        if event.finish_reason is not None:
+            self.ended[event.finish_reason] += 1
         if event.finish_reason in {"stop", "length"} and event.usage is not None:
             self._count(times, event.usage)
         return times

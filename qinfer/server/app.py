@@ -14,6 +14,7 @@ from qinfer.server.chat import chat
 from qinfer.server.completions import complete
 from qinfer.server.errors import install_error_handlers
 from qinfer.server.limits import BodyLimit
+from qinfer.server.operations import add_operations
 from qinfer.server.page import add_page
 from qinfer.server.responses import (
     ChatResponse,
@@ -59,6 +60,7 @@ def create_app(engine: AsyncEngine, tokenizer: Tokenizer, settings: ServerSettin
     _add_model_routes(app, service)
     _add_generation_routes(app, service)
     add_page(app)
+    app.state.lifecycle = add_operations(app, service)
     return app
 
 
