@@ -156,6 +156,7 @@ class TokenEvent:
         prompt_logprobs: on the first event of a sample whose request asks for them: one entry per
             token of the prompt, None for the first, which nothing predicts.
         queue_seconds: on the last event: how long it waited for its first step.
+        score: of a beam search: what the sequence is ranked by.
     """
 
     request_id: str
@@ -168,6 +169,7 @@ class TokenEvent:
     error: str | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     queue_seconds: float | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +189,17 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One generated sequence; `error` says what happened when `finish_reason` is `error`."""
+    """One generated sequence.
+
+    Args:
+        index: its place among the outputs of its prompt.
+        text: of the tokens.
+        token_ids: what was generated, an end token included.
+        finish_reason: why it ended.
+        logprobs: one entry per token, if asked for.
+        error: what happened, when `finish_reason` is `error`.
+        score: of a beam search: what the sequence is ranked by.
+    """
 
     index: int
     text: str
@@ -195,6 +207,7 @@ class CompletionOutput:
     finish_reason: FinishReason
     logprobs: list[TokenLogprob] | None = None
     error: str | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
