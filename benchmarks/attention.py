@@ -9,10 +9,11 @@ read once, Gop/s two operations per multiplication that causality leaves.
 
 import argparse
 import statistics
-import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
+from peaks import seconds
 
 from qinfer.kernels.cpu import native, paged
 from qinfer.kernels.cpu.program import Program
@@ -20,8 +21,43 @@ from qinfer.kvcache.layout import KVLayout
 from qinfer.kvcache.pool import KVPool
 from qinfer.schemes import KV_SCHEMES
 
-# Sequences, tokens of each in the step, tokens in the cache after it.
-LOADS = ((1, 1, 128), (1, 1, 1024), (8, 1, 1024), (8, 1, 4096), (1, 512, 512), (1, 512, 1536))
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """A model's attention."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A step's sequences, the tokens of each in it, and their tokens in the cache after it."""
+
+    sequences: int
+    tokens: int
+    length: int
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return f"{self.sequences} x {self.tokens} at {self.length}"
+
+
+LOADS = tuple(
+    Load(*load)
+    for load in (
+        (1, 1, 128),
+        (1, 1, 1024),
+        (8, 1, 1024),
+        (8, 1, 4096),
+        (1, 512, 512),
+        (1, 512, 1536),
+    )
+)
 
 # Short steps are repeated within a program until this much is read: on a busy machine a thread may
 # wait long for its core when a program starts.
@@ -31,14 +67,14 @@ PASS_BYTES = 1 << 28
 class Case:
     """One load on one type of pages, recorded as a program."""
 
-    def __init__(self, args: argparse.Namespace, kv: str, load: tuple[int, int, int]) -> None:
-        sequences, tokens, length = load
+    def __init__(self, model: Heads, kv: str, load: Load, threads: int) -> None:
+        sequences, tokens, length = load.sequences, load.tokens, load.length
         scheme = KV_SCHEMES[kv]
-        self.layout = KVLayout(args.layers, args.kv_heads, args.head_dim, scheme)
+        self.layout = KVLayout(model.layers, model.kv_heads, model.head_dim, scheme)
         blocks = self.layout.num_blocks(length)
         pool = KVPool(self.layout, sequences * blocks)
         rows = sequences * tokens
-        qkv = torch.randn(rows, (args.heads + 2 * args.kv_heads) * args.head_dim)
+        qkv = torch.randn(rows, (model.heads + 2 * model.kv_heads) * model.head_dim)
         index = paged.StepIndex(
             positions=torch.arange(length - tokens, length).repeat(sequences),
             slots=torch.zeros(rows, dtype=torch.int64),
@@ -49,44 +85,43 @@ class Case:
             num_sequences=torch.tensor([sequences]),
             table_width=torch.tensor([blocks]),
         )
-        sizes = (args.heads, args.kv_heads, args.head_dim)
-        scratch = torch.empty(paged.scratch_floats(args.threads, length, *sizes))
-        output = paged.AttentionOutput(torch.empty(rows, args.heads * args.head_dim), scratch)
+        sizes = (model.heads, model.kv_heads, model.head_dim)
+        scratch = torch.empty(paged.scratch_floats(threads, length, *sizes))
+        output = paged.AttentionOutput(torch.empty(rows, model.heads * model.head_dim), scratch)
         self.program = Program()
         self.bytes = sequences * length * self.layout.bytes_per_token
         self.passes = max(1, PASS_BYTES // (self.bytes * tokens))
-        for layer in range(args.layers):
+        for layer in range(model.layers):
             cache = pool.layer(layer)
             for tensor in (cache.k, cache.v):
                 tensor.copy_(torch.randint(-127, 128, tensor.shape, dtype=torch.int8))
             for scales in (cache.k_scales, cache.v_scales):
                 if scales is not None:
                     scales.fill_(0.01)
-        for layer in range(args.layers * self.passes):
-            cache = pool.layer(layer % args.layers)
-            paged.attention(self.program, qkv, output, cache, scheme, index, args.window)
-        self.threads = args.threads
+        for layer in range(model.layers * self.passes):
+            cache = pool.layer(layer % model.layers)
+            paged.attention(self.program, qkv, output, cache, scheme, index, model.window)
         self.tokens = rows
         seen = sum(range(length - tokens + 1, length + 1)) * sequences
-        self.operations = 4 * seen * args.heads * args.head_dim * args.layers
+        self.operations = 4 * seen * model.heads * model.head_dim * model.layers
 
-    def seconds(self) -> float:
-        start = time.perf_counter()
-        self.program.run(self.threads)
-        return (time.perf_counter() - start) / self.passes
+    def seconds(self, threads: int) -> float:
+        """Run all layers once, on no more threads than it was made for."""
+        return seconds(lambda: self.program.run(threads), threads) / self.passes
 
 
-def measure(args: argparse.Namespace, load: tuple[int, int, int]) -> Iterator[str]:
+def measure(args: argparse.Namespace, load: Load) -> Iterator[str]:
     """Yield one line per page type."""
-    cases = {kv: Case(args, kv, load) for kv in args.kv}
+    model = Heads(args.heads, args.kv_heads, args.head_dim, args.layers, args.window)
+    cases = {kv: Case(model, kv, load, args.threads) for kv in args.kv}
     times: dict[str, list[float]] = {kv: [] for kv in cases}
     for _ in range(args.rounds):
         for kv, case in cases.items():
-            times[kv].append(case.seconds())
+            times[kv].append(case.seconds(args.threads))
     for kv, case in cases.items():
         best, median = min(times[kv]), statistics.median(times[kv])
         yield (
-            f"{load[0]:3d} x {load[1]:4d} at {load[2]:5d}  {kv:9s} {1e3 * best:9.3f} ms "
+            f"{load.name:16s}  {kv:9s} {1e3 * best:9.3f} ms "
             f"(median {1e3 * median:9.3f})  {case.tokens / best:8.0f} tok/s "
             f"{case.bytes / best / 1e9:6.1f} GB/s {case.operations / best / 1e9:6.0f} Gop/s"
         )

@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import records
 from peers import random_model, report
 from peers.engines import QINFER, Setup, Spec, all_specs
 from peers.environments import UnavailableError, ensure
@@ -52,7 +53,12 @@ LONG_WORK = Work("decode, batch 8, context 4096", 8, 0, 4096, 32, only="qinfer")
 
 RANDOM_1B = "random-1.1b"
 # Larger, so every work takes 8 times as long: what the small model does not tell already.
-RANDOM_1B_WORKS = (PREFILL, DECODE, DECODE_1024, Work("decode, batch 16, context 128", 16, 0, 128, 32))
+RANDOM_1B_WORKS = (
+    PREFILL,
+    DECODE,
+    DECODE_1024,
+    Work("decode, batch 16, context 128", 16, 0, 128, 32),
+)
 RANDOM_1B_ENGINES = (
     "qinfer int4 g64, KV int8",
     "qinfer int8",
@@ -155,9 +161,7 @@ def start(spec: Spec, args: argparse.Namespace, vocab_size: int) -> Entrant:
     return Entrant(spec, process, versions, {}, {})
 
 
-def start_all(
-    args: argparse.Namespace, model: Subject, entrants: list[Entrant]
-) -> dict[str, str]:
+def start_all(args: argparse.Namespace, model: Subject, entrants: list[Entrant]) -> dict[str, str]:
     """Load the engines into `entrants`, and return the reasons of those that are absent."""
     vocab_size = ModelConfig.from_dict(open_checkpoint(model.source).config).vocab_size
     absent: dict[str, str] = {}
@@ -300,7 +304,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
     model = subject(args)
     works = chosen_works(args, model)
-    files = report.free_files(facts["date"], args.out, model.label, quick=args.quick)
+    parts = [str(facts["date"])[:10], "cpu-peers", model.label, "quick" if args.quick else ""]
+    files = records.free_files(args.out, "-".join(filter(None, parts)), replace=args.quick)
     entrants: list[Entrant] = []
     try:
         absent = start_all(args, model, entrants)
@@ -311,7 +316,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                     entrant.peak_rss = entrant.process.peak_rss()
             rest = {"absent": absent, "complete": complete}
             result = facts | record(args, model, entrants, works) | rest
-            report.write(result, files)
+            records.write(files, result, report.markdown(result))
             return result
 
         for number in range(1 if args.quick else 0, args.rounds + 1):

@@ -1,225 +1,259 @@
-"""Speed of the linear op alone, against peaks of the machine that the same run measures.
+"""Speed of the linear and the attention op, against peaks that the same run measures.
 
-    python benchmarks/kernels.py --shapes smollm2 --rows 1 8 512
+    python benchmarks/kernels.py                                   # all of it, into results/
+    python benchmarks/kernels.py --shapes smollm2 --rows 1 512 --variants "int4 g64" --print-only
 
 The weights of a case are copies of a model's linears, so many that they do not fit the caches
-where `rows` is small. Kernels and peaks alternate, so that a busy machine slows both; best and
-median of the rounds. With one thread the clock counts that thread's own time, which neighbours on
+where rows are few; each layer has pages of its own. In every round each case runs once on each
+number of threads, with the peaks beside it, so that a busy machine slows both; percentages are
+taken within a round. With one thread the clock counts that thread's own time, which neighbours on
 the machine disturb least.
 
-Gop/s counts two operations per weight and row, against `vpdpbusd` (int8) or FMA (exact) on
-registers only; GB/s counts the weights read once, against plain reads of as many bytes.
+Gop/s counts two operations per weight and row, against `vpdpbusd` (int8 activations) or FMA
+(exact) on registers only; GB/s counts the weights or pages read once, against plain reads of as
+many bytes.
 """
 
 import argparse
-import ctypes
-import shutil
 import statistics
-import subprocess
-import tempfile
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+import attention
+import records
 import torch
+from linears import FEW_ROWS, SHAPES, VARIANTS, Variant, make_case
+from peaks import Peaks
+from peers.machine import describe_machine, describe_qinfer
+from tables import spread, table
 
-from qinfer.formats.weight import QuantizedWeight
-from qinfer.kernels.cpu import native, tiled
+from qinfer.kernels.cpu import native
 from qinfer.kernels.cpu.arena import Arena
-from qinfer.kernels.cpu.program import Int8Buffer, Program
-from qinfer.schemes import WeightScheme
 
-# Rows and columns of a decoder block's fused linears.
-SHAPES = {
-    "smollm2": ((960, 576), (576, 576), (3072, 576), (576, 1536)),
-    "llama-1.1b": ((2560, 2048), (2048, 2048), (11264, 2048), (2048, 5632)),
+HERE = Path(__file__).parent
+HEADS = {
+    "smollm2": attention.Heads(9, 3, 64, 30),
+    "llama-1.1b": attention.Heads(32, 4, 64, 22),
 }
-DENSE = {"bf16": torch.bfloat16, "fp32": torch.float32}
-WEIGHTS = ("int4", "int8", *DENSE)
-FEW_ROWS = 16  # up to here memory is the limit, so the weights must come from there
-PEAK_ROUNDS = 200_000
+LOADS = (attention.Load(1, 1, 1024), attention.Load(8, 1, 4096), attention.Load(1, 512, 512))
+PAGES = ("int8", "fp16")
 
 
-class Peaks:
-    """The functions of peaks.c, on as many threads as the kernels get."""
+class Run:
+    """The settings of a run and what it measured.
 
-    def __init__(self, threads: int) -> None:
-        compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-        if compiler is None:
-            raise SystemExit("measuring the peaks needs a C compiler")
-        with tempfile.TemporaryDirectory() as folder:
-            library = Path(folder) / "peaks.so"
-            source = Path(__file__).with_name("peaks.c")
-            options = ["-O2", "-march=native", "-shared", "-fPIC", "-o", str(library)]
-            subprocess.run([compiler, *options, str(source)], check=True)
-            self.handle = ctypes.CDLL(str(library))
-        self.arithmetic_functions = {
-            "exact": self.handle.peak_fma,
-            "int8": self.handle.peak_int8,
+    Args:
+        args: of the command line.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.rounds, self.threads, self.megabytes = args.rounds, args.threads, args.megabytes
+        self.peaks = {threads: Peaks(threads) for threads in args.threads}
+        self.linears: list[records.Record] = []
+        self.attention: list[records.Record] = []
+
+    def measure_linear(self, shapes: str, variant: Variant, rows: int) -> None:
+        """Time a model's linears on each number of threads."""
+        case = make_case(variant, SHAPES[shapes], rows, self.megabytes)
+        samples: dict[int, tuple[list[float], ...]] = {
+            threads: ([], [], []) for threads in self.threads
         }
-        for function in self.arithmetic_functions.values():
-            function.argtypes = (ctypes.c_int64,)
-            function.restype = ctypes.c_double
-        self.handle.read_all.argtypes = (ctypes.c_void_p, ctypes.c_int64)
-        self.threads = threads
-        self.pool = ThreadPoolExecutor(threads - 1) if threads > 1 else None
+        case.seconds(max(self.threads))  # warms up
+        for _ in range(self.rounds):
+            for threads, (times, operations, reads) in samples.items():
+                times.append(case.seconds(threads))
+                operations.append(self.peaks[threads].arithmetic(variant.activations))
+                if rows <= FEW_ROWS:
+                    reads.append(self.peaks[threads].read(case.address, case.weight_bytes))
+        for threads, (times, operations, reads) in samples.items():
+            entry = {
+                "shapes": shapes,
+                "weights": variant.name,
+                "rows": rows,
+                "threads": threads,
+                "seconds": times,
+                "operations": case.operations,
+                "bytes": case.weight_bytes,
+                "arithmetic_peak": operations,
+                "read_peak": reads,
+            }
+            self.linears.append(entry)
+            print(" | ".join((shapes, *linear_row(entry))), flush=True)
 
-    def _seconds(self, call: Callable[[int], object]) -> float:
-        def measure() -> None:
-            others = (
-                [self.pool.submit(call, i) for i in range(1, self.threads)] if self.pool else []
-            )
-            call(0)
-            for other in others:
-                other.result()
+    def measure_attention(self, shapes: str, load: attention.Load) -> None:
+        """Time attention over each type of pages on each number of threads."""
+        cases = {kv: attention.Case(HEADS[shapes], kv, load, max(self.threads)) for kv in PAGES}
+        memory = Arena(self.megabytes << 20).take((self.megabytes << 20,), torch.uint8).fill_(1)
+        samples: dict[tuple[str, int], tuple[list[float], ...]] = {
+            (kv, threads): ([], []) for threads in self.threads for kv in PAGES
+        }
+        for case in cases.values():
+            case.seconds(max(self.threads))  # warms up
+        for _ in range(self.rounds):
+            for (kv, threads), (times, reads) in samples.items():
+                times.append(cases[kv].seconds(threads))
+                reads.append(self.peaks[threads].read(memory.data_ptr(), memory.nbytes))
+        for (kv, threads), (times, reads) in samples.items():
+            entry = {
+                "shapes": shapes,
+                "load": load.name,
+                "kv": kv,
+                "threads": threads,
+                "seconds": times,
+                "operations": cases[kv].operations,
+                "bytes": cases[kv].bytes,
+                "read_peak": reads,
+            }
+            self.attention.append(entry)
+        for threads in self.threads:
+            int8, fp16 = (self._times(shapes, load, kv, threads) for kv in PAGES)
+            print(f"{shapes} | {load.name} | {threads} threads: fp16 {1e3 * fp16:.2f} ms, "
+                  f"int8 {1e3 * int8:.2f} ms, {fp16 / int8:.2f} x", flush=True)  # fmt: skip
 
-        return seconds(measure, self.threads)
-
-    def arithmetic(self, mode: str) -> float:
-        """Return operations per second."""
-        function = self.arithmetic_functions[mode]
-        operations = function(1) * PEAK_ROUNDS * self.threads
-        return operations / self._seconds(lambda _: function(PEAK_ROUNDS))
-
-    def read(self, address: int, num_bytes: int) -> float:
-        """Return bytes per second."""
-        part = num_bytes // self.threads // 256 * 256
-        elapsed = self._seconds(lambda i: self.handle.read_all(address + i * part, part))
-        return part * self.threads / elapsed
-
-
-def seconds(call: Callable[[], object], threads: int) -> float:
-    clock = time.thread_time if threads == 1 else time.perf_counter
-    start = clock()
-    call()
-    return clock() - start
-
-
-@dataclass
-class Case:
-    """A model's linears, recorded as one program."""
-
-    name: str
-    rows: int
-    mode: tiled.Activations
-    threads: int
-    program: Program = field(default_factory=Program)
-    weights: int = 0
-    weight_bytes: int = 0
-    address: int = 0
-
-    def seconds(self) -> float:
-        return seconds(lambda: self.program.run(self.threads), self.threads)
-
-
-def random_weight(
-    shape: tuple[int, int], args: argparse.Namespace
-) -> torch.Tensor | QuantizedWeight:
-    if args.weights in DENSE:
-        return torch.randn(shape).to(DENSE[args.weights])
-    bits = int(args.weights.removeprefix("int"))
-    scheme = WeightScheme(bits, args.group_size or None, symmetric=not args.asym)
-    half, groups = 1 << (bits - 1), scheme.num_groups(shape[1])
-    codes = torch.randint(-half, half, shape, dtype=torch.int8)
-    zeros = torch.randint(-half, half, (shape[0], groups)).short() if args.asym else None
-    return QuantizedWeight(codes, torch.rand(shape[0], groups).half(), scheme, zeros)
+    def _times(self, shapes: str, load: attention.Load, kv: str, threads: int) -> float:
+        key = (shapes, load.name, kv, threads)
+        (entry,) = (entry for entry in self.attention if attention_key(entry) == key)
+        return statistics.median(entry["seconds"])
 
 
-def make_case(args: argparse.Namespace, rows: int) -> Case:
-    shapes = SHAPES[args.shapes]
-    samples = [tiled.tile(random_weight(shape, args)) for shape in shapes]
-    block_bytes = sum(sample.nbytes for sample in samples)
-    copies = -(-(args.megabytes << 20) // block_bytes) if rows <= FEW_ROWS else 1
-    arena = Arena(copies * (block_bytes + 4096))
-    mode: tiled.Activations = "exact" if args.exact or args.weights in DENSE else "int8"
-    case = Case(f"{args.weights} {args.shapes}", rows, mode, args.threads)
-    num_tokens = torch.tensor([rows])
-    for copy in range(copies * len(shapes)):
-        weight = placed(samples[copy % len(shapes)], arena)
-        case.address = case.address or weight.data.data_ptr()
-        x: torch.Tensor | Int8Buffer = torch.randn(rows, weight.in_features)
-        if mode == "int8":
-            x = quantized(x, num_tokens)
-        out = torch.empty(rows, weight.out_features)
-        tiled.add_linear(case.program, weight, x, out, num_tokens)
-        case.weights += weight.in_features * weight.out_features
-        case.weight_bytes += weight.nbytes
-    return case
+def attention_key(entry: records.Record) -> tuple[str, str, str, int]:
+    """Return what tells an attention entry from the others."""
+    return entry["shapes"], entry["load"], entry["kv"], entry["threads"]
 
 
-def placed(weight: tiled.TiledWeight, arena: Arena) -> tiled.TiledWeight:
-    """Return a copy of a weight in the arena."""
+def linear_row(entry: records.Record) -> list[str]:
+    """Return the cells of a linear entry."""
+    times, operations = entry["seconds"], entry["operations"]
+    cells = [
+        entry["weights"],
+        str(entry["rows"]),
+        str(entry["threads"]),
+        spread([1e3 * time for time in times]),
+        spread([operations / time / 1e9 for time in times]),
+        *_percent(operations, times, entry["arithmetic_peak"]),
+    ]
+    if not entry["read_peak"]:
+        return [*cells, "", "", ""]
+    return [
+        *cells,
+        spread([entry["bytes"] / time / 1e9 for time in times]),
+        *_percent(entry["bytes"], times, entry["read_peak"]),
+    ]
 
-    def copy(part: torch.Tensor | None) -> torch.Tensor | None:
-        return None if part is None else arena.take(part.shape, part.dtype).copy_(part)
 
-    data = arena.take(weight.data.shape, torch.uint8).copy_(weight.data)
-    return tiled.TiledWeight(
-        data=data,
-        scales=copy(weight.scales),
-        zeros=copy(weight.zeros),
-        permutation=None,
-        kind=weight.kind,
-        out_features=weight.out_features,
-        in_features=weight.in_features,
-        group_size=weight.group_size,
+def _percent(amount: int, times: list[float], peaks: list[float]) -> tuple[str, str]:
+    """Return the peak in 1e9 per second, and the share of it that was reached in each round."""
+    shares = [100 * amount / time / peak for time, peak in zip(times, peaks, strict=True)]
+    return spread([statistics.median(peaks) / 1e9]), spread(shares)
+
+
+def attention_rows(entries: list[records.Record]) -> Iterator[list[str]]:
+    """Yield the cells of each entry; beside INT8 pages, how much faster they are than fp16."""
+    by_key = {attention_key(entry): entry for entry in entries}
+    for entry in entries:
+        shapes, load, kv, threads = attention_key(entry)
+        times = entry["seconds"]
+        fp16 = by_key[shapes, load, "fp16", threads]["seconds"]
+        gain = [slow / fast for slow, fast in zip(fp16, times, strict=True)]
+        yield [
+            load,
+            kv,
+            str(threads),
+            spread([1e3 * time for time in times]),
+            spread([entry["operations"] / time / 1e9 for time in times]),
+            spread([entry["bytes"] / time / 1e9 for time in times]),
+            *_percent(entry["bytes"], times, entry["read_peak"]),
+            spread(gain) if kv != "fp16" else "",
+        ]
+
+
+def markdown(record: records.Record) -> str:
+    """Return the page of a run."""
+    machine, qinfer = record["machine"], record["qinfer"]
+    facts = (
+        f"{machine['processor']}, {machine['cores']} cores ({machine['features']}), "
+        f"{machine['cache']} cache, {machine['memory']}; {machine['system']}. "
+        f"qinfer {qinfer['version']}, commit {qinfer['commit']}, kernels {record['isa']}. "
+        f"{record['rounds']} rounds; median [lowest-highest]; percentages within each round."
     )
+    lines = [
+        f"# Kernels against the machine's peaks, {record['date'][:10]}",
+        "",
+        facts,
+        "",
+        __doc__.partition("\n\n")[2].partition("\n\n")[2].strip(),
+        "",
+    ]
+    head = ["weights", "rows", "threads", "ms", "Gop/s", "peak", "% of peak"]
+    head += ["GB/s", "reads", "% of reads"]
+    for shapes in dict.fromkeys(entry["shapes"] for entry in record["linears"]):
+        rows = [linear_row(item) for item in record["linears"] if item["shapes"] == shapes]
+        lines += [f"## Linears of {shapes}", "", *table(head, rows), ""]
+    head = ["load", "pages", "threads", "ms", "Gop/s", "GB/s", "reads", "% of reads", "fp16 / int8"]
+    for shapes in dict.fromkeys(entry["shapes"] for entry in record["attention"]):
+        entries = [item for item in record["attention"] if item["shapes"] == shapes]
+        lines += [f"## Attention of {shapes}, all layers", ""]
+        lines += [*table(head, list(attention_rows(entries))), ""]
+    return "\n".join(lines)
 
 
-def quantized(x: torch.Tensor, num_tokens: torch.Tensor) -> Int8Buffer:
-    rows, program = Int8Buffer(x.shape[0], x.shape[1]), Program()
-    program.quantize(x, num_tokens, rows)
-    program.run(1)
-    return rows
+def measure(args: argparse.Namespace) -> Iterator[Run]:
+    """Yield the run after each model's linears and attention."""
+    run = Run(args)
+    for shapes in args.shapes:
+        for variant in VARIANTS:
+            if variant.name in args.variants:
+                for rows in args.rows:
+                    run.measure_linear(shapes, variant, rows)
+        yield run
+        for load in () if args.no_attention else LOADS:
+            run.measure_attention(shapes, load)
+        yield run
 
 
-def measure(case: Case, peaks: Peaks, rounds: int) -> str:
-    times, arithmetic, reads = [], [], []
-    for _ in range(rounds):
-        times.append(case.seconds())
-        arithmetic.append(peaks.arithmetic(case.mode))
-        if case.rows <= FEW_ROWS:
-            reads.append(peaks.read(case.address, case.weight_bytes))
-    operations = 2 * case.weights * case.rows
-    best, median = min(times), statistics.median(times)
-    peak = max(arithmetic)
-    line = (
-        f"{case.name} {case.mode}, {case.rows:4d} rows: {1e3 * best:8.3f} ms "
-        f"(median {1e3 * median:8.3f}) {operations / best / 1e9:6.0f} Gop/s = "
-        f"{100 * operations / best / peak:3.0f} % of {peak / 1e9:.0f}"
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    if reads:
-        read = max(reads)
-        line += (
-            f", {case.weight_bytes / best / 1e9:5.1f} GB/s = "
-            f"{100 * case.weight_bytes / best / read:3.0f} % of {read / 1e9:.1f}"
-        )
-    return line
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", choices=list(SHAPES), default="smollm2")
-    parser.add_argument("--weights", choices=WEIGHTS, default="int4")
-    parser.add_argument("--group-size", type=int, default=64, help="0: per channel")
-    parser.add_argument("--asym", action="store_true")
-    parser.add_argument("--exact", action="store_true", help="float activations")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 128, 512])
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=15)
+    names = [variant.name for variant in VARIANTS]
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--variants", nargs="+", choices=names, default=names)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 8, 32, 128, 512])
+    parser.add_argument("--no-attention", action="store_true")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--megabytes", type=int, default=200, help="weights, where rows are few")
     parser.add_argument("--isa", help="portable, avx2 or avx512; default: the best there is")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of the record")
+    parser.add_argument("--print-only", action="store_true", help="no record")
     args = parser.parse_args()
     library = native.load()
     if library is None or (args.isa and not library.use_isa(args.isa)):
         parser.error("the C++ kernels or this instruction set are not available")
+    args.isa = library.isa
+    return args
+
+
+def main() -> None:
+    args = parse_args()
     torch.manual_seed(0)
-    peaks = Peaks(args.threads)
-    print(f"{library.isa}, {args.threads} threads; best and median of {args.rounds} rounds")
-    for rows in args.rows:
-        print(measure(make_case(args, rows), peaks, args.rounds), flush=True)
+    facts: dict[str, Any] = {
+        "format_version": 1,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": describe_machine(),
+        "qinfer": describe_qinfer(HERE.parent),
+        "isa": args.isa,
+        "rounds": args.rounds,
+    }
+    stem = f"{facts['date'][:10]}-kernels"
+    files = None if args.print_only else records.free_files(args.out, stem, replace=False)
+    print("shapes | weights | rows | threads | ms | Gop/s | peak | % | GB/s | reads | %")
+    for run in measure(args):
+        record = facts | {"linears": run.linears, "attention": run.attention}
+        if files is not None:
+            records.write(files, record, markdown(record))
 
 
 if __name__ == "__main__":

