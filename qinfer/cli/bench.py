@@ -66,7 +66,7 @@ _POSITIVE = click.IntRange(min=1)
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="Show the change against an earlier record; refused if it was measured differently.",
 )
-@engine_options(without={"seed"})
+@engine_options(without={"seed", "max_queue"})
 def command(
     model: str,
     *,

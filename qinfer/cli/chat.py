@@ -24,7 +24,7 @@ HELP = "/exit ends, /reset forgets the conversation, Ctrl-C stops an answer"
 @click.option("--system", help="System message that opens the conversation.")
 @chat_template_option
 @sampling_options(max_tokens=None)
-@engine_options(without={"seed"})
+@engine_options(without={"seed", "max_queue", "batching"})
 def command(
     model: str,
     *,

@@ -31,6 +31,10 @@ OWN_OPTIONS = {
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "max_queue",
+    "batching",
+    "memory_fraction",
+    "num_blocks",
     "enable_prefix_caching",
     "seed",
 }

@@ -24,7 +24,7 @@ OUTPUT_VERSION = 1
 @sampling_options(max_tokens=128)
 @click.option("--ignore-eos", is_flag=True, help="Go on past the end token.")
 @click.option("--json", "as_json", is_flag=True, help="Print text, tokens and times as JSON.")
-@engine_options(without={"seed"})
+@engine_options(without={"seed", "max_queue"})
 def command(
     model: str,
     *,

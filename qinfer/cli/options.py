@@ -14,6 +14,7 @@ import click
 
 from qinfer.engine.config import (
     ACTIVATIONS,
+    BATCHINGS,
     DEVICES,
     DTYPES,
     LM_HEADS,
@@ -187,11 +188,30 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "Total for weights, cache and activations, such as 8GiB; "
         "what the device has free if not given.",
     },
+    "memory_fraction": {
+        "type": click.FloatRange(0, 1, min_open=True),
+        "metavar": "PART",
+        "help": "The same as a part of all the memory of the device or control group; "
+        "instead of --memory.",
+    },
+    "num_blocks": {
+        "type": _POSITIVE,
+        "help": "Cache blocks, exactly (of 16 tokens each); instead of --memory.",
+    },
     "threads": {
         "type": _POSITIVE,
         "help": "CPU threads; the cores available to the process if not given.",
     },
     "max_num_seqs": {"type": _POSITIVE, "help": "Requests that run at once."},
+    "max_queue": {
+        "type": click.IntRange(min=0),
+        "help": "Requests that may wait beside these; more are refused. Any number if not given.",
+    },
+    "batching": {
+        "type": click.Choice(BATCHINGS),
+        "help": "static: a batch runs until its longest text is done, finished slots computing on; "
+        "for comparison only.",
+    },
     "max_num_batched_tokens": {
         "type": _POSITIVE,
         "help": "Token budget of one step, over all requests.",

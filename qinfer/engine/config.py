@@ -1,7 +1,7 @@
 """The engine's settings: what a user may choose, and the size and device parsing behind it."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 ACTIVATIONS = ("int8", "exact")
 LM_HEADS = ("auto", "int8", "model")
+BATCHINGS = ("continuous", "static")
 BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
 _KV_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -34,8 +35,15 @@ class EngineConfig:
         max_model_len: tokens per sequence; None = what the model allows.
         max_num_batched_tokens: token budget of one step, over all requests.
         max_num_seqs: requests that run at once.
+        max_queue: requests that may wait beside the `max_num_seqs` that can run; more are refused
+            (`OverloadedError`); None = any number.
+        batching: `continuous`, or `static` as textbooks describe it, for comparison (without
+            prefix cache).
         memory: total bytes for weights, cache and activations, or text such as "8GiB"; None =
             what the device has free.
+        memory_fraction: the same as a part of the memory that the device, or the process's control
+            group, has in total.
+        num_blocks: cache blocks, exactly; instead of `memory` and `memory_fraction`.
         threads: CPU threads; None = the cores available to the process.
         enable_prefix_caching: reuse the cache blocks of equal prefixes.
         seed: of requests that bring none; None = different each time.
@@ -52,7 +60,11 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 32
+    max_queue: int | None = None
+    batching: str = "continuous"
     memory: int | str | None = None
+    memory_fraction: float | None = None
+    num_blocks: int | None = None
     threads: int | None = None
     enable_prefix_caching: bool = True
     seed: int | None = None
@@ -74,12 +86,32 @@ class EngineConfig:
         _check_positive("max_num_batched_tokens", self.max_num_batched_tokens)
         _check_positive("max_num_seqs", self.max_num_seqs)
         _check_positive("threads", self.threads)
-        if self.memory is not None:
-            parse_size(self.memory)
+        _check_choice("batching", self.batching, BATCHINGS)
+        if self.max_queue is not None and self.max_queue < 0:
+            raise ConfigError(f"max_queue is {self.max_queue}; it must be at least 0")
+        self._check_memory()
         if self.kv_cache_dtype != "auto":
             parse_kv_dtype(self.kv_cache_dtype)
         if self.block_size not in BLOCK_SIZES:
             raise ConfigError(f"block_size {self.block_size} must be one of {BLOCK_SIZES}")
+
+    def _check_memory(self) -> None:
+        """Refuse sizes of the cache that are none, or that contradict each other."""
+        if self.memory is not None:
+            parse_size(self.memory)
+        _check_positive("num_blocks", self.num_blocks)
+        if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
+            raise ConfigError(
+                f"memory_fraction is {self.memory_fraction}; it must be above 0 and at most 1"
+            )
+        sizes = {
+            "memory": self.memory,
+            "memory_fraction": self.memory_fraction,
+            "num_blocks": self.num_blocks,
+        }
+        given = [name for name, value in sizes.items() if value is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} size the cache in different ways; give one")
 
 
 def parse_size(value: int | str) -> int:
@@ -99,8 +131,12 @@ def parse_size(value: int | str) -> int:
     return int(float(match.group(1)) * _UNITS[unit])
 
 
-def from_options(options: Mapping[str, Any]) -> EngineConfig:
+def from_options(options: Mapping[str, Any], *, others: Iterable[str] = ()) -> EngineConfig:
     """Return the settings that `options` name; the mapping is not changed.
+
+    Args:
+        options: fields of `EngineConfig` by name.
+        others: what the caller knows beside these, for the message about an unknown one.
 
     Raises:
         ConfigError: an unknown option, or a value that can never work.
@@ -108,7 +144,8 @@ def from_options(options: Mapping[str, Any]) -> EngineConfig:
     known = [field.name for field in fields(EngineConfig)]
     unknown = [name for name in options if name not in known]
     if unknown:
-        raise ConfigError(f"unknown option {', '.join(unknown)}; there are {', '.join(known)}")
+        names = ", ".join([*known, *others])
+        raise ConfigError(f"unknown option {', '.join(unknown)}; there are {names}")
     return EngineConfig(**options)
 
 
@@ -120,7 +157,7 @@ def resolve(
     has_cuda: bool,
     num_cores: int,
 ) -> EngineConfig:
-    """Return the settings with every `auto` and None but `memory` and `seed` decided.
+    """Return the settings with every `auto` decided, and what depends on model and machine.
 
     Args:
         config: what the user chose.
@@ -157,6 +194,7 @@ def resolve(
         kv_cache_dtype=parse_kv_dtype(kv).dtype,
         max_model_len=max_model_len,
         threads=config.threads or num_cores,
+        enable_prefix_caching=config.enable_prefix_caching and config.batching != "static",
     )
 
 

@@ -119,9 +119,11 @@ class EngineCore:
 
         Raises:
             RequestError: it is invalid, too long (ContextLengthError), or the id is in use.
-            CapacityError: it could never fit into the cache.
+            CapacityError: it could never fit into the cache, or too many wait already
+                (OverloadedError).
         """
         self._refuse_known(request_id)
+        self.scheduler.check_queue()
         requests = self._factory.generation(request_id, prompt, params, time.monotonic())
         self.scheduler.check_capacity(requests[0].max_slots)
         for request in requests:

@@ -30,10 +30,16 @@ def num_cores(root: Path = Path("/")) -> int:
 
 def available_memory(root: Path = Path("/")) -> int:
     """Return the bytes that this process can still take: of the machine and of its cgroup."""
-    candidates = [_machine_available(root)]
+    candidates = [_machine_memory(root, "MemAvailable")]
     for limit, usage, reclaimable in _memory_limits(root):
         candidates.append(limit - usage + reclaimable)
     return max(0, min(candidates))
+
+
+def total_memory(root: Path = Path("/")) -> int:
+    """Return the bytes that this process may have at most: of the machine and of its cgroup."""
+    limits = [limit for limit, _, _ in _memory_limits(root)]
+    return min([_machine_memory(root, "MemTotal"), *limits])
 
 
 def peak_rss(root: Path = Path("/")) -> int:
@@ -68,9 +74,9 @@ def _cpu_quota(root: Path) -> float | None:
     return min(quotas, default=None)
 
 
-def _machine_available(root: Path) -> int:
+def _machine_memory(root: Path, entry: str) -> int:
     for line in (_read(root / "proc/meminfo") or "").splitlines():
-        if line.startswith("MemAvailable:"):
+        if line.startswith(f"{entry}:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

@@ -72,7 +72,8 @@ class LLM:
                 "kv_cache_dtype": kv_cache_dtype,
                 "max_model_len": max_model_len,
                 **settings,
-            }
+            },
+            others=sorted(_SOURCE_OPTIONS),
         )
         engine = load_engine(model, config, Source(**source))
         self._engine: Engine | None = engine
@@ -204,8 +205,7 @@ class LLM:
             kv_used_bytes=blocks.num_used * layout.block_bytes,
             kv_peak_bytes=blocks.peak_used * layout.block_bytes,
             kv_capacity_tokens=engine.pool.num_blocks * layout.block_size,
-            activation_bytes=engine_activation_bytes(engine.model_config, engine.config)
-            + engine.decoder.scratch_bytes,
+            activation_bytes=engine_activation_bytes(engine.decoder, engine.config),
             peak_rss_bytes=host.peak_rss(),
         )
 

@@ -15,8 +15,10 @@ from qinfer.engine.blocks import BlockManager
 from qinfer.engine.config import EngineConfig, resolve
 from qinfer.engine.core import EngineCore
 from qinfer.engine.memory import (
+    DeviceMemory,
     activation_bytes,
     check_weights_fit,
+    logits_bytes,
     max_logit_rows,
     plan_pool,
     with_plan,
@@ -24,6 +26,7 @@ from qinfer.engine.memory import (
 from qinfer.engine.params import SamplingDefaults
 from qinfer.engine.runner import Runner
 from qinfer.engine.scheduler import Scheduler
+from qinfer.engine.static import StaticScheduler
 from qinfer.kernels.spec import KERNEL_DEVICES
 from qinfer.kvcache.layout import KVLayout
 from qinfer.kvcache.pool import KVPool
@@ -91,7 +94,7 @@ def load_engine(model: str | Path, config: EngineConfig, source: Source) -> Engi
         has_cuda=_has_cuda(),
         num_cores=host.num_cores(),
     )
-    check_weights_fit(resolved, checkpoint.total_bytes, _free_bytes(resolved))
+    check_weights_fit(resolved, checkpoint.total_bytes, _device_memory(resolved))
     tokenizer = load_tokenizer(path, chat_template=source.chat_template)
     decoder = load_model(
         checkpoint,
@@ -111,8 +114,8 @@ def load_engine(model: str | Path, config: EngineConfig, source: Source) -> Engi
         resolved,
         layout,
         weights_bytes=decoder.memory_bytes,
-        activations=engine_activation_bytes(model_config, resolved) + decoder.scratch_bytes,
-        free_bytes=_free_bytes(resolved),
+        activations=engine_activation_bytes(decoder, resolved),
+        memory=_device_memory(resolved),
         max_len_given=config.max_model_len is not None,
     )
     final = with_plan(resolved, plan)
@@ -120,7 +123,7 @@ def load_engine(model: str | Path, config: EngineConfig, source: Source) -> Engi
     limits = _limits(checkpoint, model_config, tokenizer, plan.max_model_len)
     core = EngineCore(
         Runner(decoder, pool),
-        _scheduler(path, final, plan.num_blocks),
+        make_scheduler(final, plan.num_blocks, cache_key=_cache_key(path, final)),
         tokenizer,
         limits,
         seed=final.seed,
@@ -140,28 +143,37 @@ def cache_layout(model: ModelConfig, config: EngineConfig) -> KVLayout:
     )
 
 
-def engine_activation_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """Return the predicted transient bytes of a full step for resolved settings."""
-    return activation_bytes(
-        model,
-        config.dtype,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
-    )
+def engine_activation_bytes(decoder: CausalLM, config: EngineConfig) -> int:
+    """Return the predicted bytes of a full step of resolved settings, beside weights and cache."""
+    tokens = config.max_num_batched_tokens
+    rows = min(max_logit_rows(config.max_num_seqs), tokens)
+    kept = decoder.step_bytes(cache_layout(decoder.config, config), tokens, rows)
+    if kept is not None:
+        return kept + logits_bytes(decoder.config, rows)  # a copy for log-softmax or sampling
+    return activation_bytes(decoder.config, config.dtype, max_tokens=tokens, max_rows=rows)
 
 
-def _scheduler(path: Path, config: EngineConfig, num_blocks: int) -> Scheduler:
+def make_scheduler(config: EngineConfig, num_blocks: int, *, cache_key: str) -> Scheduler:
+    """Return the scheduler of resolved settings, over a pool of `num_blocks`.
+
+    Args:
+        config: its settings.
+        num_blocks: cache blocks.
+        cache_key: what the cache's content depends on beside the tokens.
+    """
     blocks = BlockManager(
         num_blocks,
         config.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
-        cache_key=f"{path} {config.dtype} {config.kv_cache_dtype}",
+        cache_key=cache_key,
     )
-    return Scheduler(
+    kind = StaticScheduler if config.batching == "static" else Scheduler
+    return kind(
         blocks,
         max_batch_tokens=config.max_num_batched_tokens,
         max_running=config.max_num_seqs,
         max_logit_rows=max_logit_rows(config.max_num_seqs),
+        max_queue=config.max_queue,
     )
 
 
@@ -200,8 +212,15 @@ def _has_cuda() -> bool:
     return True
 
 
-def _free_bytes(config: EngineConfig) -> int:
-    return host.available_memory() if config.device == "cpu" else torch.cuda.mem_get_info()[0]
+def _cache_key(path: Path, config: EngineConfig) -> str:
+    """Return what the cache's content depends on beside the tokens: the model and its numerics."""
+    return f"{path} {config.dtype} {config.kv_cache_dtype} {config.activations}"
+
+
+def _device_memory(config: EngineConfig) -> DeviceMemory:
+    if config.device == "cpu":
+        return DeviceMemory(host.available_memory(), host.total_memory())
+    return DeviceMemory(*torch.cuda.mem_get_info())
 
 
 def _set_threads(config: EngineConfig, decoder: CausalLM) -> None:

@@ -30,7 +30,7 @@ class MemoryReport:
         kv_used_bytes: of it, held by running requests now.
         kv_peak_bytes: of it, held at the busiest moment so far.
         kv_capacity_tokens: tokens that fit into the pool.
-        activation_bytes: predicted transient memory of a full step.
+        activation_bytes: predicted memory of a full step: activations, logits, index tensors.
         peak_rss_bytes: largest resident size of the process so far.
     """
 
@@ -46,6 +46,19 @@ class MemoryReport:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of a device, as this process may have them.
+
+    Args:
+        free: what is left now.
+        total: the most that there can be; on a CPU of the machine and of the control group.
+    """
+
+    free: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
 class PoolPlan:
     """The cache pool that was decided on, and the context that it allows."""
 
@@ -58,10 +71,13 @@ def max_logit_rows(max_num_seqs: int) -> int:
     return max(MAX_LOGIT_ROWS, max_num_seqs)
 
 
-def activation_bytes(
-    model: ModelConfig, dtype: str, *, max_num_batched_tokens: int, max_num_seqs: int
-) -> int:
-    """Estimate the transient bytes of a full step: one block's activations, and the logits.
+def logits_bytes(model: ModelConfig, rows: int) -> int:
+    """Return the bytes of `rows` rows of logits in float32."""
+    return rows * model.vocab_size * _FLOAT32_BYTES
+
+
+def activation_bytes(model: ModelConfig, dtype: str, *, max_tokens: int, max_rows: int) -> int:
+    """Estimate the transient bytes of a step whose ops make their outputs anew.
 
     Per token: the residual stream and its normalized copy, q, k, v, gate, up and their product;
     in float32 the scores against one KV tile, and the tile itself once per `_QUERY_TILE` tokens,
@@ -74,20 +90,19 @@ def activation_bytes(
     scores = 4 * model.num_heads * _KV_TILE
     tile = 2 * 3 * key * _KV_TILE // _QUERY_TILE
     attention = (4 * query + 2 * key + scores + tile) * _FLOAT32_BYTES
-    rows = min(max_logit_rows(max_num_seqs), max_num_batched_tokens)
-    logits = 2 * rows * model.vocab_size * _FLOAT32_BYTES
-    return max_num_batched_tokens * (linear + attention) + logits
+    return max_tokens * (linear + attention) + 2 * logits_bytes(model, max_rows)
 
 
-def check_weights_fit(config: EngineConfig, checkpoint_bytes: int, free_bytes: int) -> None:
+def check_weights_fit(config: EngineConfig, checkpoint_bytes: int, memory: DeviceMemory) -> None:
     """Refuse a model whose weights alone do not fit, before anything is loaded.
 
     Raises:
         CapacityError: says what is needed, what there is, and what helps.
     """
-    available = free_bytes if config.memory is None else parse_size(config.memory)
+    limit = _limit(config, memory)
+    available = memory.free if limit is None else limit
     if checkpoint_bytes > available:
-        source = "is free" if config.memory is None else f"memory={config.memory} allows"
+        source = "is free" if limit is None else f"{_limit_name(config, memory)} allows"
         raise CapacityError(
             f"does not fit: the weights alone take {_gib(checkpoint_bytes)}, but only "
             f"{_gib(available)} {source}; quantize the model (qinfer quantize --weights int4), "
@@ -101,21 +116,22 @@ def plan_pool(
     *,
     weights_bytes: int,
     activations: int,
-    free_bytes: int,
+    memory: DeviceMemory,
     max_len_given: bool,
 ) -> PoolPlan:
     """Decide the number of cache blocks, and shorten the context if it must be.
 
-    With `memory` set, the pool gets what weights and activations leave of it. Without it, the
-    pool is as large as `max_num_seqs` sequences of full length need, at most half of `free_bytes`
-    on a CPU, whose memory other programs share, and at most nine tenths of it on a GPU.
+    With `num_blocks` set, the pool has that size. With `memory` or `memory_fraction` it gets what
+    weights and activations leave of these. Else it is as large as `max_num_seqs` sequences of full
+    length need, at most half of what is free on a CPU, whose memory other programs share, and at
+    most nine tenths of it on a GPU.
 
     Args:
         config: resolved settings; `max_model_len` is what the model allows or the user wants.
         layout: the cache's sizes.
         weights_bytes: resident weights (loaded already).
         activations: see `activation_bytes`.
-        free_bytes: what the device has left now.
+        memory: what the device has now, the weights being loaded.
         max_len_given: the user asked for this `max_model_len`, so it is not shortened.
 
     Raises:
@@ -124,16 +140,15 @@ def plan_pool(
     max_len = config.max_model_len
     if max_len is None:
         raise ConfigError("max_model_len must be resolved before the pool is planned")
-    if config.memory is not None:
-        total = parse_size(config.memory)
-        room = total - weights_bytes - activations
-        source = f"memory={config.memory}"
-    else:
-        share = 0.5 if config.device == "cpu" else 0.9
-        room = int(free_bytes * share) - activations
-        source = f"{share:.0%} of the {_gib(free_bytes)} that are free on the {config.device}"
-    wanted = config.max_num_seqs * layout.num_blocks(max_len)
+    room, source = _room(config, memory, weights_bytes=weights_bytes, activations=activations)
+    wanted = config.num_blocks or config.max_num_seqs * layout.num_blocks(max_len)
     num_blocks = min(wanted, layout.blocks_in(max(room, 0)))
+    if config.num_blocks is not None and num_blocks < config.num_blocks:
+        raise CapacityError(
+            f"does not fit: num_blocks={config.num_blocks} of {_gib(layout.block_bytes)} each are "
+            f"{_gib(config.num_blocks * layout.block_bytes)}, but {source} leaves "
+            f"{_gib(max(room, 0))} for the cache; at most {num_blocks} blocks fit"
+        )
     if num_blocks >= layout.num_blocks(max_len):
         return PoolPlan(num_blocks, max_len)
     if num_blocks and not max_len_given:
@@ -148,9 +163,58 @@ def plan_pool(
     )
 
 
+def _limit(config: EngineConfig, memory: DeviceMemory) -> int | None:
+    """Return the bytes that the user grants for everything; None = no limit was given."""
+    if config.memory_fraction is not None:
+        return int(config.memory_fraction * memory.total)
+    return None if config.memory is None else parse_size(config.memory)
+
+
+def _limit_name(config: EngineConfig, memory: DeviceMemory) -> str:
+    if config.memory_fraction is None:
+        return f"memory={config.memory}"
+    return f"memory_fraction={config.memory_fraction:g} of {_gib(memory.total)}"
+
+
+def _room(
+    config: EngineConfig, memory: DeviceMemory, *, weights_bytes: int, activations: int
+) -> tuple[int, str]:
+    """Return the bytes for the cache, below zero if there are none, and where they come from."""
+    limit = _limit(config, memory)
+    if limit is not None:
+        return limit - weights_bytes - activations, _limit_name(config, memory)
+    share = 0.5 if config.device == "cpu" else 0.9
+    if config.num_blocks is not None:
+        share = 1.0
+    source = f"{share:.0%} of the {_gib(memory.free)} that are free on the {config.device}"
+    return int(memory.free * share) - activations, source
+
+
+def capacity_line(report: MemoryReport, config: EngineConfig) -> str:
+    """Return one line for start-up: weights, cache, largest context, and how many run at once.
+
+    Args:
+        report: of a loaded engine.
+        config: its final settings.
+    """
+    context = config.max_model_len or report.kv_capacity_tokens
+    at_once = report.kv_capacity_tokens // context
+    return (
+        f"weights {_megabytes(report.weights_bytes)}, {config.kv_cache_dtype} KV for "
+        f"{report.kv_capacity_tokens:,} tokens ({_megabytes(report.kv_allocated_bytes)}), "
+        f"activations {_megabytes(report.activation_bytes)}, largest context {context:,}, "
+        f"{config.max_num_seqs} requests at once, {min(at_once, config.max_num_seqs)} of them at "
+        "full length"
+    )
+
+
 def with_plan(config: EngineConfig, plan: PoolPlan) -> EngineConfig:
     """Return the final settings: resolved ones with the context that the pool allows."""
     return replace(config, max_model_len=plan.max_model_len)
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"
 
 
 def _gib(num_bytes: int) -> str:

@@ -193,8 +193,8 @@ class Scheduler:
         items: dict[str, tuple[Request, int]] = {}
         yielded = self._yield_to_better()
         preempted: list[Request] = []
-        order = sorted(self._running, key=_has_more_than_one_token_left)
-        num_decoding = sum(not _has_more_than_one_token_left(request) for request in order)
+        order = sorted(self._running, key=has_more_than_one_token_left)
+        num_decoding = sum(not has_more_than_one_token_left(request) for request in order)
         for index, request in enumerate(order):
             behind = max(num_decoding - index - 1, 0)  # they come before this request's draft
             num_new = budget.share(request)
@@ -232,6 +232,16 @@ class Scheduler:
                 self.blocks.shrink(request, request.num_tokens)
         self.counters.computed_tokens += len(batch.padding)
         self.counters.padding_tokens += len(batch.padding)
+
+    def preempt(self, request: Request) -> None:
+        """Take a running request's blocks, so that it starts again when its rank is next."""
+        self._running.remove(request)
+        self.blocks.release(request)
+        request.draft.clear()
+        request.status = RequestStatus.WAITING
+        request.num_preemptions += 1
+        self.counters.preemptions += 1
+        insort(self._waiting, request, key=_rank)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """Remove a request, waiting or running, and take its blocks back."""
@@ -333,13 +343,8 @@ class Scheduler:
 
     def _preempt(self) -> Request:
         """Take the blocks of the worst-ranked running request; it starts again later."""
-        victim = self._running.pop()
-        self.blocks.release(victim)
-        victim.draft.clear()
-        victim.status = RequestStatus.WAITING
-        victim.num_preemptions += 1
-        self.counters.preemptions += 1
-        insort(self._waiting, victim, key=_rank)
+        victim = self._running[-1]
+        self.preempt(victim)
         return victim
 
     def _admit(
@@ -441,5 +446,6 @@ def _rank(request: Request) -> tuple[int, ...]:
     return request.rank
 
 
-def _has_more_than_one_token_left(request: Request) -> bool:
+def has_more_than_one_token_left(request: Request) -> bool:
+    """Tell whether a request is not decoding: prompts and what resumes come after streams."""
     return request.num_tokens - request.num_computed > 1

@@ -44,9 +44,18 @@ class CausalLM(Protocol):
         """Resident bytes of all weights; tied ones once."""
         ...
 
-    @property
-    def scratch_bytes(self) -> int:
-        """Memory that the kernels keep beside weights and activations."""
+    def step_bytes(self, layout: KVLayout, max_tokens: int, max_rows: int) -> int | None:
+        """Return the memory that steps of this size keep beside weights and cache.
+
+        Args:
+            layout: of the cache.
+            max_tokens: tokens of the largest step.
+            max_rows: rows of logits of the largest step.
+
+        Returns:
+            Bytes, the logits included; None if every op makes its output anew, so that nothing is
+            kept (`engine.memory.activation_bytes` estimates what that takes).
+        """
         ...
 
     def kernels(self, layout: KVLayout) -> list[KernelRow]:

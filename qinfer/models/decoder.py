@@ -177,10 +177,10 @@ class Decoder:
             total += self._head.resident_bytes
         return total + sum(block.resident_bytes for block in self.blocks)
 
-    @property
-    def scratch_bytes(self) -> int:
-        """Memory that the kernels keep beside weights and activations: none."""
-        return 0
+    def step_bytes(self, layout: KVLayout, max_tokens: int, max_rows: int) -> int | None:
+        """Return None: every op makes its output anew."""
+        del layout, max_tokens, max_rows
+        return None
 
     def step_maker(self, layout: KVLayout) -> StepMaker:
         """Return what prepares the steps over a cache of this layout; kept for the next call."""

@@ -90,10 +90,13 @@ class NativeDecoder:
             + sum(layer.resident_bytes for layer in weights.layers)
         )
 
-    @property
-    def scratch_bytes(self) -> int:
-        """Memory that attention keeps for the partial results of its threads."""
-        return self._scratch_floats() * torch.float32.itemsize
+    def step_bytes(self, layout: KVLayout, max_tokens: int, max_rows: int) -> int | None:
+        """Return the memory of the program that serves steps of this size: found by recording it.
+
+        Its buffers become resident when they are first written, so asking costs little.
+        """
+        step = self._record(KVPool(layout, 1), _bucket(max_tokens), _bucket(max_rows))
+        return step.nbytes + self._scratch_floats() * torch.float32.itemsize
 
     def kernels(self, layout: KVLayout) -> list[KernelRow]:
         """Describe which kernel each linear and the attention over a cache of `layout` got."""
@@ -188,6 +191,11 @@ class RecordedStep:
     tokens: Recording
     rows: Recording
     logits: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the index tensors, the activations and the logits."""
+        return self.index.nbytes + self.tokens.nbytes + self.rows.nbytes
 
     def holds(self, num_tokens: int, num_rows: int) -> bool:
         """Tell whether a step of this size fits."""

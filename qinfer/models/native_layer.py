@@ -4,27 +4,55 @@
 gated MLP. It owns the activations that the ops of all layers share.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
-from qinfer.formats.weight import QuantizedWeight
-from qinfer.kernels.cpu import paged, tiled
+from qinfer.formats.weight import QuantizedWeight, can_concat
+from qinfer.kernels.cpu import native, paged, tiled, tiling
 from qinfer.kernels.cpu.program import Int8Buffer, Norm, Program, Watch
 from qinfer.kernels.spec import AttnSpec, PagedKV
 from qinfer.models.config import ModelConfig
 from qinfer.models.decoder import DOWN, GATE_UP, OUTPUT, QKV
-from qinfer.models.layers import (
-    KernelRow,
-    Weight,
-    describe_linear,
-    fuse_biases,
-    fuse_weights,
-    out_features,
-)
+from qinfer.models.layers import KernelRow, Weight, fuse_weights
 from qinfer.models.native_index import StepIndex
 from qinfer.models.rope import RotaryTable
+from qinfer.schemes import WeightScheme
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightRows:
+    """A weight that is read some rows at a time, when it is put into tiles.
+
+    Args:
+        shape: `[out, in]`.
+        form: the type of a dense weight, or the scheme of a quantized one.
+        read: returns rows `[begin, end)` in that form.
+    """
+
+    shape: tuple[int, int]
+    form: torch.dtype | WeightScheme
+    read: tiling.ReadRows
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """How weights are put into tiles.
+
+    Args:
+        int8_activations: quantize the inputs of quantized weights.
+        allocate: where the tiles are put.
+        threads: how many repack at the same time.
+    """
+
+    int8_activations: bool = True
+    allocate: tiling.Allocate = tiling.aligned_bytes
+    threads: int = 1
+
+
+Source = QuantizedWeight | WeightRows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,36 +81,41 @@ class NativeGroup:
         weights: by name, in the order of the outputs.
         biases: by name; names without a bias are absent.
         prefix: of the names, for reports.
-        int8_activations: quantize the input of quantized weights.
-        allocate: where the tiles are put.
+        placing: how their tiles are made.
     """
 
     def __init__(
         self,
-        weights: Mapping[str, Weight],
+        weights: Mapping[str, Source],
         biases: Mapping[str, torch.Tensor],
         *,
         prefix: str,
-        int8_activations: bool,
-        allocate: tiled.Allocate = tiled.aligned_bytes,
+        placing: Placing,
     ) -> None:
-        fused = fuse_weights(list(weights.values())) if len(weights) > 1 else None
-        parts = dict(weights) if fused is None else {"+".join(weights): fused}
-        joined = dict(biases) if fused is None else _joined_bias(weights, biases)
+        parts = {name: _rows(weight) for name, weight in weights.items()}
+        joined = dict(biases)
+        if len(parts) > 1 and _can_join(list(weights.values())):
+            name = "+".join(parts)
+            joined = _joined_bias(name, parts, biases)
+            parts = {name: _join(list(parts.values()))}
         self.linears: list[NativeLinear] = []
         self.out_features = 0
-        for name, weight in parts.items():
+        for name, rows in parts.items():
             bias = joined.get(name)
+            tiles = tiling.tile_rows(
+                rows.shape, rows.read, allocate=placing.allocate, threads=placing.threads
+            )
+            int8 = placing.int8_activations and isinstance(rows.form, WeightScheme)
             self.linears.append(
                 NativeLinear(
-                    weight=tiled.tile(weight, allocate=allocate),
+                    weight=tiles,
                     bias=None if bias is None else bias.float().contiguous(),
-                    int8=int8_activations and isinstance(weight, QuantizedWeight),
+                    int8=int8,
                     offset=self.out_features,
-                    row=_row(f"{prefix}{name}", weight, int8_activations=int8_activations),
+                    row=_row(f"{prefix}{name}", rows, int8=int8),
                 )
             )
-            self.out_features += out_features(weight)
+            self.out_features += rows.shape[0]
         self.in_features = self.linears[0].weight.in_features
 
     @property
@@ -137,6 +170,12 @@ class Recording:
         self.num_tokens = num_tokens
         self._floats: dict[tuple[str, int], torch.Tensor] = {}
         self._int8: dict[tuple[str, int, int], Int8Buffer] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all activations."""
+        floats = sum(tensor.nbytes for tensor in self._floats.values())
+        return floats + sum(buffer.nbytes for buffer in self._int8.values())
 
     def floats(self, name: str, columns: int) -> torch.Tensor:
         """Return the shared activation `name`, float32 `[max_tokens, columns]`."""
@@ -247,39 +286,38 @@ class NativeLayer:
     Args:
         config: the model's facts.
         layer: index, for names and the sliding window.
-        weights: as in `models.decoder.DecoderBlock`.
-        int8_activations: quantize the inputs of quantized weights.
-        allocate: where the tiles are put.
+        linear: returns the weight of a linear by its name in the block; each is asked for once, and
+            let go before the next group is read.
+        vectors: norms and biases by name, float32.
+        placing: how tiles are made.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         layer: int,
-        weights: Mapping[str, Weight],
+        linear: Callable[[str], Source],
+        vectors: Mapping[str, torch.Tensor],
         *,
-        int8_activations: bool,
-        allocate: tiled.Allocate = tiled.aligned_bytes,
+        placing: Placing,
     ) -> None:
         self.index = layer
         self.window = config.windows[layer]
-        plain = {name: w.float() for name, w in weights.items() if isinstance(w, torch.Tensor)}
 
         def group(*names: str) -> NativeGroup:
             return NativeGroup(
-                {name: weights[name] for name in names},
-                {name: plain[f"{name}.bias"] for name in names if f"{name}.bias" in plain},
+                {name: linear(name) for name in names},
+                {name: vectors[f"{name}.bias"] for name in names if f"{name}.bias" in vectors},
                 prefix=f"model.layers.{layer}.",
-                int8_activations=int8_activations,
-                allocate=allocate,
+                placing=placing,
             )
 
         self._qkv, self.output = group(*QKV), group(OUTPUT)
         self._gate_up, self._down = group(*GATE_UP), group(DOWN)
-        self._input_norm = Norm(plain["input_layernorm.weight"], config.rms_norm_eps)
-        self._mlp_norm = Norm(plain["post_attention_layernorm.weight"], config.rms_norm_eps)
-        self._q_norm = plain.get("self_attn.q_norm.weight")
-        self._k_norm = plain.get("self_attn.k_norm.weight")
+        self._input_norm = Norm(vectors["input_layernorm.weight"], config.rms_norm_eps)
+        self._mlp_norm = Norm(vectors["post_attention_layernorm.weight"], config.rms_norm_eps)
+        self._q_norm = vectors.get("self_attn.q_norm.weight")
+        self._k_norm = vectors.get("self_attn.k_norm.weight")
 
     @property
     def groups(self) -> tuple[NativeGroup, ...]:
@@ -317,20 +355,55 @@ class NativeLayer:
         recording.linears(self._down, inner, onto=hidden)
 
 
-def _row(name: str, weight: Weight, *, int8_activations: bool) -> KernelRow:
-    spec = describe_linear(weight, torch.float32, "cpu")
-    if isinstance(weight, QuantizedWeight):
-        form, kernel = str(weight.scheme), "cpu.int8" if int8_activations else "cpu.exact"
-    else:
-        form, kernel = str(weight.dtype).removeprefix("torch."), "cpu.exact"
-    return KernelRow(name, f"{form} {spec.in_features}x{spec.out_features}", kernel, ())
+def _row(name: str, rows: WeightRows, *, int8: bool) -> KernelRow:
+    form = str(rows.form).removeprefix("torch.")
+    outputs, inputs = rows.shape
+    return KernelRow(name, f"{form} {inputs}x{outputs}", "cpu.int8" if int8 else "cpu.exact", ())
+
+
+def _rows(weight: Source) -> WeightRows:
+    if isinstance(weight, WeightRows):
+        return weight
+    native.check_groups(weight)
+    return WeightRows((weight.out_features, weight.in_features), weight.scheme, weight.rows)
+
+
+def _can_join(weights: Sequence[Source]) -> bool:
+    """Tell whether weights share their form, so that one op can compute them."""
+    quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+    if quantized:
+        return len(quantized) == len(weights) and can_concat(quantized)
+    forms = {weight.form for weight in weights if isinstance(weight, WeightRows)}
+    return len(forms) == 1
+
+
+def _join(parts: Sequence[WeightRows]) -> WeightRows:
+    """Return weights one below the other, still unread."""
+    starts = list(accumulate((part.shape[0] for part in parts), initial=0))
+
+    def read(begin: int, end: int) -> Weight:
+        pieces = [
+            part.read(max(begin - start, 0), min(end - start, part.shape[0]))
+            for start, part in zip(starts, parts, strict=False)
+            if begin < start + part.shape[0] and start < end
+        ]
+        if len(pieces) == 1:
+            return pieces[0]
+        joined = fuse_weights(pieces)
+        if joined is None:
+            raise RuntimeError("weights were joined that differ in form")
+        return joined
+
+    return WeightRows((starts[-1], parts[0].shape[1]), parts[0].form, read)
 
 
 def _joined_bias(
-    weights: Mapping[str, Weight], biases: Mapping[str, torch.Tensor]
+    name: str, parts: Mapping[str, WeightRows], biases: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    bias = fuse_biases(weights, biases)
-    return {} if bias is None else {"+".join(weights): bias}
+    if not biases:
+        return {}
+    zeros = {part: torch.zeros(rows.shape[0]) for part, rows in parts.items()}
+    return {name: torch.cat([biases.get(part, zeros[part]) for part in parts])}
 
 
 def _first(feed: Feed, group: NativeGroup) -> tuple[Int8Buffer | None, torch.Tensor | None]:

@@ -59,6 +59,11 @@ def test_context_beyond_the_rope_table_is_refused() -> None:
         ("max_num_seqs", -1),
         ("threads", 0),
         ("block_size", 7),
+        ("batching", "dynamic"),
+        ("max_queue", -1),
+        ("memory_fraction", 0.0),
+        ("memory_fraction", 1.5),
+        ("num_blocks", 0),
     ],
 )
 def test_impossible_values_end_before_anything_is_loaded(option: str, value: Any) -> None:
@@ -82,6 +87,23 @@ def test_unknown_options_are_refused_and_the_mapping_is_left_alone() -> None:
     assert options == {"max_num_seqs": 3, "threads": 1}
     with pytest.raises(ConfigError, match=r"unknown option max_seqs; there are device, dtype"):
         from_options({"max_seqs": 3})
+    with pytest.raises(ConfigError, match="lm_head, revision, token"):
+        from_options({"max_seqs": 3}, others=["revision", "token"])
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"memory": 1, "memory_fraction": 0.5}, {"memory": "1GiB", "num_blocks": 4}],
+)
+def test_sizes_of_the_cache_that_contradict_each_other_are_refused(sizes: dict[str, Any]) -> None:
+    """K12."""
+    with pytest.raises(ConfigError, match=" and ".join(sizes)):
+        EngineConfig(**sizes)
+
+
+def test_static_batching_goes_without_prefix_cache() -> None:
+    assert not settle(EngineConfig(batching="static")).enable_prefix_caching
+    assert settle(EngineConfig()).enable_prefix_caching
 
 
 @pytest.mark.parametrize(
@@ -100,6 +122,8 @@ def test_configuration_is_frozen() -> None:
 
 def test_bookkeeping_does_not_import_torch() -> None:
     modules = ("admission", "blocks", "config", "host", "memory", "metrics", "output", "request")
-    imports = "; ".join(f"import qinfer.engine.{name}" for name in (*modules, "scheduler"))
+    imports = "; ".join(
+        f"import qinfer.engine.{name}" for name in (*modules, "scheduler", "static")
+    )
     code = f"{imports}; import sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

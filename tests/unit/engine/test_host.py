@@ -23,6 +23,7 @@ def machine(root: Path, cgroup: str, **files: str) -> Path:
 def test_memory_of_the_machine_without_limits(tmp_path: Path) -> None:
     root = machine(tmp_path, "0::/\n", **{"sys/fs/cgroup/memory.max": "max\n"})
     assert host.available_memory(root) == 1000 * 1024
+    assert host.total_memory(root) == 2000 * 1024
 
 
 def test_memory_limit_of_the_group_v2(tmp_path: Path) -> None:
@@ -38,6 +39,7 @@ def test_memory_limit_of_the_group_v2(tmp_path: Path) -> None:
         },
     )
     assert host.available_memory(root) == 130_000
+    assert host.total_memory(root) == 500_000
 
 
 def test_memory_limit_of_the_group_v1(tmp_path: Path) -> None:
@@ -52,6 +54,7 @@ def test_memory_limit_of_the_group_v1(tmp_path: Path) -> None:
         },
     )
     assert host.available_memory(root) == 205_000
+    assert host.total_memory(root) == 300_000
 
 
 def test_no_limit_in_v1_is_a_huge_number(tmp_path: Path) -> None:

@@ -4,7 +4,16 @@ import pytest
 from support.checkpoints import TINY
 
 from qinfer.engine.config import EngineConfig
-from qinfer.engine.memory import activation_bytes, check_weights_fit, plan_pool, with_plan
+from qinfer.engine.memory import (
+    DeviceMemory,
+    MemoryReport,
+    activation_bytes,
+    capacity_line,
+    check_weights_fit,
+    max_logit_rows,
+    plan_pool,
+    with_plan,
+)
 from qinfer.errors import CapacityError
 from qinfer.kvcache.layout import KVLayout
 from qinfer.models.config import ModelConfig
@@ -18,13 +27,15 @@ CONFIG = EngineConfig(device="cpu", max_model_len=128, max_num_seqs=4)
 MIB = 1 << 20
 
 
-def plan(config: EngineConfig = CONFIG, *, free: int = 1 << 30, given: bool = False):
+def plan(
+    config: EngineConfig = CONFIG, *, free: int = 1 << 30, total: int = 1 << 31, given: bool = False
+):
     return plan_pool(
         config,
         LAYOUT,
         weights_bytes=MIB,
         activations=MIB,
-        free_bytes=free,
+        memory=DeviceMemory(free, total),
         max_len_given=given,
     )
 
@@ -70,16 +81,59 @@ def test_what_does_not_fit_is_said_with_figures_and_a_way_out() -> None:
 
 def test_weights_that_can_not_fit_are_refused_before_loading() -> None:
     """L05."""
-    check_weights_fit(CONFIG, 100, 100)
+    check_weights_fit(CONFIG, 100, DeviceMemory(100, 100))
+    roomy = DeviceMemory(1 << 40, 1 << 40)
     with pytest.raises(CapacityError, match=r"weights alone take 269\.0 MiB, but only 64\.0 MiB"):
-        check_weights_fit(replace(CONFIG, memory="64MiB"), 269 * MIB, 1 << 40)
+        check_weights_fit(replace(CONFIG, memory="64MiB"), 269 * MIB, roomy)
     with pytest.raises(CapacityError, match="is free"):
-        check_weights_fit(CONFIG, 269 * MIB, 64 * MIB)
+        check_weights_fit(CONFIG, 269 * MIB, DeviceMemory(64 * MIB, 1 << 40))
+    with pytest.raises(CapacityError, match=r"memory_fraction=0\.25 of 400\.0 MiB allows"):
+        check_weights_fit(
+            replace(CONFIG, memory_fraction=0.25), 269 * MIB, DeviceMemory(0, 400 * MIB)
+        )
 
 
 def test_activations_grow_with_tokens_and_rows() -> None:
     def estimate(tokens: int, seqs: int) -> int:
-        return activation_bytes(MODEL, "float32", max_num_batched_tokens=tokens, max_num_seqs=seqs)
+        rows = max_logit_rows(seqs)
+        return activation_bytes(MODEL, "float32", max_tokens=tokens, max_rows=rows)
 
     assert estimate(1024, 4) > estimate(512, 4)
     assert estimate(512, 256) - estimate(512, 4) == 2 * 4 * 288 * (256 - 128)
+
+
+def test_a_fraction_is_of_all_the_memory_that_there_is() -> None:
+    config = replace(CONFIG, memory_fraction=0.5)
+    total = 2 * (2 * MIB + 9 * LAYOUT.block_bytes)
+    assert plan(config, free=1, total=total).num_blocks == 9
+    with pytest.raises(CapacityError, match=r"memory_fraction=0\.5 of 2\.0 MiB leaves 0\.0 KiB"):
+        plan(config, total=2 * MIB)
+
+
+def test_blocks_can_be_counted_out_exactly() -> None:
+    config = replace(CONFIG, num_blocks=5)
+    result = plan(config, free=MIB + 5 * LAYOUT.block_bytes)
+    assert (result.num_blocks, result.max_model_len) == (5, 80)
+    assert plan(replace(CONFIG, num_blocks=100)).num_blocks == 100  # more than 4 sequences need
+    with pytest.raises(CapacityError, match="at most 4 blocks fit"):
+        plan(config, free=MIB + 4 * LAYOUT.block_bytes)
+    with pytest.raises(CapacityError, match="one sequence of 128 tokens"):
+        plan(config, given=True)
+
+
+def test_start_up_says_weights_cache_context_and_concurrency() -> None:
+    report = MemoryReport(
+        weights_bytes=134_500_000,
+        checkpoint_bytes=0,
+        kv_bytes_per_token=512,
+        kv_allocated_bytes=512 * 320,
+        kv_used_bytes=0,
+        kv_peak_bytes=0,
+        kv_capacity_tokens=320,
+        activation_bytes=2_000_000,
+        peak_rss_bytes=0,
+    )
+    assert capacity_line(report, replace(CONFIG, kv_cache_dtype="int8")) == (
+        "weights 134.5 MB, int8 KV for 320 tokens (0.2 MB), activations 2.0 MB, largest context "
+        "128, 4 requests at once, 2 of them at full length"
+    )
