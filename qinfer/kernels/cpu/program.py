@@ -35,6 +35,7 @@ class OpKind(IntEnum):
     ATTENTION = 8
     MERGE = 9
     ARGMAX = 10
+    SAMPLE = 11
 
 
 class _Op(ctypes.Structure):
@@ -392,7 +393,7 @@ class Program:
         self.add(OpKind.GATHER, args, x, rows, out, num_rows)
 
     def argmax(self, x: torch.Tensor, out: torch.Tensor, num_rows: torch.Tensor) -> None:
-        """Append the lowest index of each row's largest value; -1 for a row that holds NaN.
+        """Append the lowest index of each row's largest value; -1 for a row that is not finite.
 
         Args:
             x: float32 `[max_rows, size]`.

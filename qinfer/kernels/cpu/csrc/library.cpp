@@ -8,6 +8,7 @@
 #include "active.h"
 #include "linear.h"
 #include "ops.h"
+#include "sample.h"
 
 namespace qinfer {
 namespace {
@@ -128,6 +129,11 @@ bool valid(const qinfer_linear& op) {
          op.float_stride >= op.float_columns;
 }
 
+// The draws are read when the op runs: what they point at is checked where they are made.
+bool valid(const qinfer_sample& op) {
+  return given(op.draws, op.out, op.scratch, op.num_draws) && op.size > 0 && op.workers > 0;
+}
+
 template <typename Args>
 bool valid_as(const qinfer_op& op) {
   return valid(*static_cast<const Args*>(op.args));
@@ -139,6 +145,7 @@ static_assert(sizeof(qinfer_embed) == 48 && sizeof(qinfer_norm) == 80, "see prog
 static_assert(sizeof(qinfer_silu_mul) == 48 && sizeof(qinfer_quantize) == 40, "see program.py");
 static_assert(sizeof(qinfer_gather) == 40 && sizeof(qinfer_argmax) == 32, "see program.py");
 static_assert(sizeof(qinfer_tiled_weight) == 56 && sizeof(qinfer_linear) == 136, "see tiled.py");
+static_assert(sizeof(qinfer_draw) == 72 && sizeof(qinfer_sample) == 48, "see sampling.py");
 
 }  // namespace
 
@@ -154,6 +161,7 @@ bool valid_op(const qinfer_op& op) {
     case QINFER_OP_QUANTIZE: return valid_as<qinfer_quantize>(op);
     case QINFER_OP_GATHER: return valid_as<qinfer_gather>(op);
     case QINFER_OP_ARGMAX: return valid_as<qinfer_argmax>(op);
+    case QINFER_OP_SAMPLE: return valid_as<qinfer_sample>(op);
     default: return op.kind > 0 && op.kind < QINFER_OP_KINDS;
   }
 }

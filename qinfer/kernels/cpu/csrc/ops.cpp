@@ -8,6 +8,7 @@
 
 #include "int8.h"
 #include "kernels.h"
+#include "numbers.h"
 
 namespace qinfer {
 namespace QINFER_ISA {
@@ -37,24 +38,6 @@ inline Share share(int64_t rows, int64_t columns, int32_t thread, int32_t thread
   const int64_t groups = (columns + kGroup - 1) / kGroup;
   return {0, rows, at_most(groups * thread / threads * kGroup, columns),
           at_most(groups * (thread + 1) / threads * kGroup, columns)};
-}
-
-// e^x to about one unit in the last place (the polynomial of Cephes' expf); at least e^-87, and
-// infinity from 88.4 on; NaN stays NaN.
-inline float exponential(float x) {
-  x = x < -87.0f ? -87.0f : x;
-  x = x > 89.0f ? 89.0f : x;
-  const float shifted = x * 1.44269504f + kToInteger;  // x = n ln 2 + r
-  const float n = shifted - kToInteger;
-  const float r = x - n * 0.693359375f - n * -2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
-  return p * float_of((bits_of(shifted) - kToIntegerBits + 127u) << 23);
 }
 
 inline float sum_of_squares(const float* x, int64_t size) {
@@ -118,15 +101,7 @@ inline void widen(const uint16_t* __restrict from, int64_t count, float* __restr
   for (int64_t i = 0; i < count; ++i) to[i] = float_of(static_cast<uint32_t>(from[i]) << 16);
 }
 
-// Values in the order of the numbers: -0 equals +0, NaN is above all (below all if negative).
-inline int32_t order(float value) {
-  const int32_t bits = static_cast<int32_t>(bits_of(value + 0.0f));
-  return bits ^ ((bits >> 31) & 0x7fffffff);
-}
-
 inline bool finite(float value) { return (bits_of(value) & 0x7f800000u) != 0x7f800000u; }
-
-constexpr int32_t kOrderOfInfinity = 0x7f800000;
 
 inline int64_t argmax_row(const float* x, int64_t size) {
   int32_t best = INT32_MIN;
@@ -145,7 +120,7 @@ inline int64_t argmax_row(const float* x, int64_t size) {
       best_begin = begin;
     }
   }
-  if (best > kOrderOfInfinity || lowest < ~kOrderOfInfinity) return -1;  // a NaN
+  if (best >= kOrderOfInfinity || lowest <= kOrderOfMinusInfinity) return -1;
   int64_t index = best_begin;
   while (order(x[index]) != best) ++index;
   return index;

@@ -62,7 +62,7 @@ typedef struct qinfer_gather {
   const int64_t* num_rows;
 } qinfer_gather;
 
-// out[r] = the lowest index of the largest of a row's values, or -1 if one of them is NaN.
+// out[r] = the lowest index of the largest of a row's values, or -1 if one of them is not finite.
 typedef struct qinfer_argmax {
   const float* x;             // [rows, size]
   int64_t* out;               // [rows]

@@ -25,7 +25,8 @@ enum qinfer_op_kind {
   QINFER_OP_ATTENTION = 8,    // attention.h: qinfer_attention, partial results of KV spans
   QINFER_OP_MERGE = 9,        // attention.h: the same struct; merges the spans in ascending order
   QINFER_OP_ARGMAX = 10,      // ops.h: qinfer_argmax
-  QINFER_OP_KINDS = 11
+  QINFER_OP_SAMPLE = 11,      // sample.h: qinfer_sample
+  QINFER_OP_KINDS = 12
 };
 
 typedef struct qinfer_op {

@@ -152,11 +152,11 @@ def test_gather(isa: str, rows: int) -> None:
     assert same_bits(out, x[wanted])
 
 
-def test_argmax_takes_the_lowest_of_equals_and_tells_a_nan(isa: str) -> None:
+def test_argmax_takes_the_lowest_of_equals_and_tells_what_is_not_finite(isa: str) -> None:
     x = torch.randn(8, 1300)
     x[1] = -1.0
     x[2, [700, 90, 1299]] = 9.0
-    x[3] = -torch.inf
+    x[3, 1299] = -torch.inf
     x[4, 5], x[4, 1200] = torch.nan, 50.0
     x[5, 1290] = -torch.nan  # its sign bit puts it below all numbers
     x[6] = -0.0
@@ -165,7 +165,7 @@ def test_argmax_takes_the_lowest_of_equals_and_tells_a_nan(isa: str) -> None:
     out, program = torch.empty(8, dtype=torch.long), Program()
     program.argmax(x, out, count(8))
     program.run(2)
-    assert out.tolist() == [int(x[0].argmax()), 0, 90, 0, -1, -1, 0, 3]
+    assert out.tolist() == [int(x[0].argmax()), 0, 90, -1, -1, -1, 0, -1]
     one = torch.tensor([[3.0]])
     out, program = torch.empty(1, dtype=torch.long), Program()
     program.argmax(one, out, count(1))

@@ -25,6 +25,7 @@ from qinfer.kernels.cpu.program import (
     SiluMulArgs,
     _Op,
 )
+from qinfer.kernels.cpu.sampling import DrawArgs, SampleArgs
 
 needs_library = pytest.mark.skipif(
     native.load() is None, reason="the C++ library was not built (no compiler at installation)"
@@ -194,6 +195,16 @@ def good_args() -> dict[OpKind, tuple[ctypes.Structure, list[object]]]:
     program.quantize(half, none, int8)
     program.gather(x, ids, torch.zeros(1, 64), none)
     program.argmax(x, ids, none)
+    draws, scratch = (DrawArgs * 1)(), torch.zeros(200)
+    args = SampleArgs(
+        draws=ctypes.addressof(draws),
+        out=ids.data_ptr(),
+        scratch=scratch.data_ptr(),
+        size=64,
+        workers=1,
+        num_draws=none.data_ptr(),
+    )
+    program.add(OpKind.SAMPLE, args, draws, ids, scratch, none)
     return {kind: (args, program._kept) for kind, args in program._ops}
 
 
@@ -220,7 +231,7 @@ def test_every_field_that_must_be_there_is_checked(kind: OpKind) -> None:
         setattr(args, name, 0)
         assert call(kind, args) == (OK if name in optional else BAD_ARGUMENT), name
         setattr(args, name, value)
-    for name in {"size", "hidden"} & set(names):
+    for name in {"size", "hidden", "workers"} & set(names):
         value = getattr(args, name)
         for impossible in (-1, -(2**63)):
             setattr(args, name, impossible)
@@ -272,8 +283,10 @@ def test_structs_have_the_sizes_of_the_header() -> None:
         QuantizeArgs,
         GatherArgs,
         ArgmaxArgs,
+        DrawArgs,
+        SampleArgs,
     )
-    assert [ctypes.sizeof(s) for s in structs] == [16, 16, 48, 80, 48, 40, 40, 32]
+    assert [ctypes.sizeof(s) for s in structs] == [16, 16, 48, 80, 48, 40, 40, 32, 72, 48]
 
 
 @needs_library
