@@ -68,6 +68,15 @@ class Checkpoint:
         """Bytes of all tensors on disk."""
         return sum(entry.num_bytes for entry in self.entries.values())
 
+    @property
+    def is_pickled(self) -> bool:
+        """Whether tensors lie in pickles, which are opened anew for each."""
+        return any(entry.file.suffix != ".safetensors" for entry in self.entries.values())
+
+    def is_quantized(self, prefix: str) -> bool:
+        """Tell whether `weight(prefix)` is quantized, without reading it."""
+        return self._format_of(prefix) is not None
+
     def tensor(self, name: str) -> torch.Tensor:
         """Read one tensor, in the type of the file, into memory of its own.
 
@@ -82,12 +91,14 @@ class Checkpoint:
     def rows(self, name: str, begin: int, end: int) -> torch.Tensor:
         """Read rows `[begin, end)` of a tensor along its first dimension, as `tensor` does.
 
+        Of pickles, whole tensors are cheaper (see `is_pickled`).
+
         Raises:
             CheckpointError: there is no such tensor, or its file cannot be read.
         """
         entry = self._entry(name)
         if entry.file.suffix != ".safetensors":
-            return self.tensor(name)[begin:end]
+            return load_pickle(entry.file)[name][begin:end].clone()
         row_bytes = entry.num_bytes // max(1, entry.shape[0])
         shape = (end - begin, *entry.shape[1:])
         return _read(entry, name, shape, entry.offset + begin * row_bytes)

@@ -1,7 +1,7 @@
 """The one canonical form of a quantized weight, whatever file it came from or goes to."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -38,6 +38,15 @@ class QuantizedWeight:
     def in_features(self) -> int:
         """Columns of the weight."""
         return self.codes.shape[1]
+
+    def rows(self, begin: int, end: int) -> "QuantizedWeight":
+        """Return output rows `[begin, end)`, as views."""
+        return replace(
+            self,
+            codes=self.codes[begin:end],
+            scales=self.scales[begin:end],
+            zeros=None if self.zeros is None else self.zeros[begin:end],
+        )
 
     def column_groups(self) -> torch.Tensor:
         """Return the group of every input feature, int64 `[in]`."""

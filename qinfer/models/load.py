@@ -131,14 +131,21 @@ def read_embedding(checkpoint: Checkpoint, config: ModelConfig) -> torch.Tensor:
     Raises:
         CheckpointError: it is missing, damaged or of the wrong shape.
     """
-    embedding = checkpoint.tensor(EMBEDDING)
-    expected = (config.vocab_size, config.hidden_size)
-    if tuple(embedding.shape) != expected:
+    check_shape(checkpoint, EMBEDDING, (config.vocab_size, config.hidden_size))
+    return checkpoint.tensor(EMBEDDING)
+
+
+def check_shape(checkpoint: Checkpoint, name: str, expected: tuple[int, ...]) -> None:
+    """Compare a tensor's shape with what config.json calls for.
+
+    Raises:
+        CheckpointError: there is no such tensor, or it has another shape.
+    """
+    found = checkpoint.shape(name)
+    if found != expected:
         raise CheckpointError(
-            f"{checkpoint.path}: {EMBEDDING} has shape {tuple(embedding.shape)}, "
-            f"config.json says {expected}"
+            f"{checkpoint.path}: {name} has shape {found}, expected {expected} from config.json"
         )
-    return embedding
 
 
 def _head(

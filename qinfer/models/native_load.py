@@ -11,29 +11,29 @@ from dataclasses import dataclass
 import torch
 
 from qinfer.checkpoint.reader import Checkpoint
-from qinfer.errors import ConfigError
+from qinfer.errors import CheckpointError, ConfigError
 from qinfer.formats.weight import QuantizedWeight
-from qinfer.kernels.cpu import native, paged, tiled
-from qinfer.kernels.cpu.arena import Arena, aligned
+from qinfer.kernels.cpu import native, paged, tiled, tiling
+from qinfer.kernels.cpu.arena import Arena, aligned, release_freed
 from qinfer.kernels.spec import LinearSpec
 from qinfer.models.causal_lm import CausalLM
-from qinfer.models.config import ModelConfig, linear_shapes
-from qinfer.models.layers import Weight
+from qinfer.models.config import ModelConfig, block_tensor_names, linear_shapes
 from qinfer.models.load import (
+    EMBEDDING,
     FINAL_NORM,
     HEAD,
-    block_weights,
+    check_shape,
     check_tensors,
     load_decoder,
-    read_embedding,
     resolve_dtype,
 )
 from qinfer.models.native import NativeDecoder, NativeWeights
-from qinfer.models.native_layer import NativeGroup, NativeLayer
+from qinfer.models.native_layer import NativeGroup, NativeLayer, Placing, Source, WeightRows
 from qinfer.models.rope import RotaryTable
 from qinfer.schemes import WeightScheme
 
 _ARENA_BYTES = 64 << 20
+INT8_ROWS = WeightScheme(8, None)
 _log = logging.getLogger(__name__)
 
 
@@ -114,58 +114,119 @@ def _native_refusal(
 def _load_native(
     checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions
 ) -> NativeDecoder:
-    """Tile the weights block by block; a block's source is let go before the next is read."""
+    """Tile the weights as they are read, so that little of the source is in memory at a time."""
     dtype = resolve_dtype(options.dtype, config)
-    room = _Room()
-    int8 = options.activations == "int8"
+    placing = Placing(
+        int8_activations=options.activations == "int8",
+        allocate=_Room().take,
+        threads=options.threads,
+    )
     layers = []
     for layer in range(config.num_layers):
-        weights = {
-            name: weight.to(dtype) if isinstance(weight, torch.Tensor) else weight
-            for name, weight in block_weights(checkpoint, config, layer).items()
-        }
-        layers.append(
-            NativeLayer(config, layer, weights, int8_activations=int8, allocate=room.take)
-        )
+        layers.append(_layer(checkpoint, config, layer, dtype, placing))
         if options.progress is not None:
             options.progress(layer + 1, config.num_layers)
-    embedding = read_embedding(checkpoint, config).to(dtype)
+    embedding = _embedding(checkpoint, config, dtype, placing)
     head = _head(checkpoint, config, embedding, options)
-    tiled_weights = NativeWeights(
+    weights = NativeWeights(
         embedding=embedding,
         layers=layers,
         norm=checkpoint.tensor(FINAL_NORM).float(),
-        head=NativeGroup({HEAD: head}, {}, prefix="", int8_activations=int8, allocate=room.take),
+        head=NativeGroup({HEAD: head}, {}, prefix="", placing=placing),
     )
-    length = options.max_positions or config.max_position
-    rotary = RotaryTable(config.rope, config.head_dim, length)
-    return NativeDecoder(config, tiled_weights, rotary, threads=options.threads)
+    rotary = RotaryTable(config.rope, config.head_dim, options.max_positions or config.max_position)
+    release_freed()
+    return NativeDecoder(config, weights, rotary, threads=options.threads)
+
+
+def _layer(
+    checkpoint: Checkpoint, config: ModelConfig, layer: int, dtype: torch.dtype, placing: Placing
+) -> NativeLayer:
+    prefix, shapes = f"model.layers.{layer}.", linear_shapes(config)
+
+    def linear(name: str) -> Source:
+        inputs, outputs = shapes[prefix + name]
+        return _linear(checkpoint, prefix + name, (outputs, inputs), dtype)
+
+    vectors = {
+        name: checkpoint.tensor(prefix + name).to(dtype).float()
+        for name, is_linear in block_tensor_names(config).items()
+        if not is_linear
+    }
+    return NativeLayer(config, layer, linear, vectors, placing=placing)
+
+
+def _linear(
+    checkpoint: Checkpoint, prefix: str, shape: tuple[int, int], dtype: torch.dtype
+) -> Source:
+    """Return a linear's weight: quantized as it is, dense to be read in `dtype` by its rows."""
+    if checkpoint.is_quantized(prefix):
+        weight = checkpoint.weight(prefix, in_features=shape[1], out_features=shape[0])
+        if isinstance(weight, QuantizedWeight):
+            return weight
+    return _dense(checkpoint, f"{prefix}.weight", shape, dtype)
+
+
+def _dense(
+    checkpoint: Checkpoint, name: str, shape: tuple[int, int], dtype: torch.dtype
+) -> WeightRows:
+    check_shape(checkpoint, name, shape)
+    if checkpoint.is_pickled:
+        whole = checkpoint.tensor(name).to(dtype)
+        return WeightRows(shape, dtype, lambda begin, end: whole[begin:end])
+    return WeightRows(shape, dtype, lambda begin, end: checkpoint.rows(name, begin, end).to(dtype))
+
+
+def _embedding(
+    checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, placing: Placing
+) -> torch.Tensor:
+    shape = (config.vocab_size, config.hidden_size)
+    rows = _dense(checkpoint, EMBEDDING, shape, dtype)
+    room = placing.allocate(shape[0] * shape[1] * dtype.itemsize).view(dtype).view(shape)
+
+    def copy(begin: int, end: int) -> None:
+        room[begin:end] = rows.read(begin, end)
+
+    step = tiling.piece_rows(shape[1])
+    tiling.in_pieces(copy, begin=0, end=shape[0], step=step, threads=placing.threads)
+    return room
 
 
 def _head(
     checkpoint: Checkpoint, config: ModelConfig, embedding: torch.Tensor, options: LoadOptions
-) -> Weight:
+) -> Source:
     """Return the head: as the checkpoint has it, or rounded to INT8 per row."""
-    weight: Weight = embedding
+    shape = (config.vocab_size, config.hidden_size)
+    head: Source = WeightRows(shape, embedding.dtype, lambda begin, end: embedding[begin:end])
     if not config.tie_word_embeddings:
-        weight = checkpoint.weight(
-            HEAD, in_features=config.hidden_size, out_features=config.vocab_size
-        )
-    if isinstance(weight, QuantizedWeight):
-        return weight
-    to_int8 = options.lm_head == "int8" or (
-        options.lm_head == "auto" and checkpoint.quantization is not None
-    )
-    return int8_rows(weight) if to_int8 else weight.to(embedding.dtype)
+        head = _linear(checkpoint, HEAD, shape, embedding.dtype)
+    if isinstance(head, QuantizedWeight) or not _rounds_head(checkpoint, options):
+        return head
+    read = head.read
+    return WeightRows(shape, INT8_ROWS, lambda begin, end: int8_rows(read(begin, end)))
+
+
+def _rounds_head(checkpoint: Checkpoint, options: LoadOptions) -> bool:
+    if options.lm_head == "auto":
+        return checkpoint.quantization is not None
+    return options.lm_head == "int8"
 
 
 def int8_rows(weight: torch.Tensor) -> QuantizedWeight:
-    """Round a weight `[out, in]` to INT8 with one symmetric float16 scale per row."""
-    dense = weight.float()
+    """Round a weight `[out, in]` to INT8 with one symmetric float16 scale per row.
+
+    Raises:
+        CheckpointError: a value is NaN or infinite, or too large for a float16 scale.
+    """
+    amax = weight.abs().amax(-1, keepdim=True).float()
     smallest = torch.finfo(torch.float16).smallest_normal
-    scales = (dense.abs().amax(-1, keepdim=True) / 127).clamp(min=smallest).half()
-    codes = (dense / scales.float()).round().clamp(-127, 127).to(torch.int8)
-    return QuantizedWeight(codes, scales, WeightScheme(8, None))
+    scales = (amax / 127).clamp(min=smallest).half()
+    if not scales.isfinite().all():
+        raise CheckpointError(
+            f"{HEAD} holds NaN, infinity or values beyond 65504 * 127; the file is damaged"
+        )
+    codes = (weight.float() / scales.float()).round_().clamp_(-127, 127).to(torch.int8)
+    return QuantizedWeight(codes, scales, INT8_ROWS)
 
 
 class _Room:

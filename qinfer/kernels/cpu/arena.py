@@ -4,9 +4,9 @@ Decoding reads every weight once per step, so with 4 KiB pages the lookups of ad
 noticeable part of the memory's bandwidth. Owns nothing about what is stored.
 """
 
+import ctypes
 import math
 import mmap
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,21 +84,13 @@ class Arena:
         return tensor.view(tuple(shape))
 
 
-def drop_file_pages(path: Path) -> bool:
-    """Tell the system that a file's cached pages are no longer needed, so that memory frees up.
-
-    Pages that someone has mapped stay. Returns whether the system took the advice.
-    """
-    if sys.platform != "linux":
-        return False
-    descriptor = os.open(path, os.O_RDONLY)
+def release_freed() -> None:
+    """Give freed memory back to the system, where the C library (glibc) would keep it for later."""
     try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
+        trim = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):
+        return
+    trim(ctypes.c_size_t(0))
 
 
 def _anonymous(num_bytes: int) -> mmap.mmap:

@@ -1,11 +1,10 @@
 """Weights in tiles of 16 rows, as the C++ linear op reads them.
 
-Owns the ctypes view of `csrc/linear.h`: repacking a weight, the op in a program, and one call of
-it alone. Knows nothing of layers.
+Owns the ctypes view of `csrc/linear.h`: the layout (`tiling` fills it), the op in a program, and
+one call of it alone. Knows nothing of layers.
 """
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
@@ -13,17 +12,13 @@ from typing import Literal
 import torch
 
 from qinfer.errors import ConfigError
-from qinfer.formats.weight import QuantizedWeight
 from qinfer.kernels.cpu import native
 from qinfer.kernels.cpu.program import ACTIVATION_GROUP, Int8Buffer, OpKind, Program, pointer
 from qinfer.kernels.spec import LinearSpec
 
 TILE_ROWS = 16
-_ALIGNMENT = 64
 
 Activations = Literal["int8", "exact"]
-# Returns zeroed bytes, uint8, aligned to 64.
-Allocate = Callable[[int], torch.Tensor]
 
 
 class WeightKind(IntEnum):
@@ -35,9 +30,10 @@ class WeightKind(IntEnum):
     FP32 = 3
 
 
-_CODE_KINDS = {4: WeightKind.W4, 8: WeightKind.W8}
-_DENSE_KINDS = {torch.bfloat16: WeightKind.BF16, torch.float32: WeightKind.FP32}
-_ELEMENT_BITS = {WeightKind.W4: 4, WeightKind.W8: 8, WeightKind.BF16: 16, WeightKind.FP32: 32}
+CODE_KINDS = {4: WeightKind.W4, 8: WeightKind.W8}
+DENSE_KINDS = {torch.bfloat16: WeightKind.BF16, torch.float32: WeightKind.FP32}
+DENSE_DTYPES = {kind: dtype for dtype, kind in DENSE_KINDS.items()}
+ELEMENT_BITS = {WeightKind.W4: 4, WeightKind.W8: 8, WeightKind.BF16: 16, WeightKind.FP32: 32}
 
 
 class TiledWeightArgs(ctypes.Structure):
@@ -99,6 +95,11 @@ class TiledWeight:
     group_size: int
 
     @property
+    def dtype(self) -> torch.dtype | None:
+        """Type of the elements of a dense weight; None if it is quantized."""
+        return DENSE_DTYPES.get(self.kind)
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the weight keeps resident."""
         parts = (self.data, self.scales, self.zeros, self.permutation)
@@ -112,7 +113,7 @@ class TiledWeight:
             scales=None if self.scales is None else self.scales.data_ptr(),
             zeros=None if self.zeros is None else self.zeros.data_ptr(),
             out_features=self.out_features,
-            in_features=_padded(self.in_features),
+            in_features=padded(self.in_features),
             group_size=self.group_size,
             kind=self.kind,
         )
@@ -122,7 +123,7 @@ def unsupported_reason(spec: LinearSpec) -> str | None:
     """Return why a layer cannot run on tiles, or None if it can.
 
     What only the weight itself tells (scales that are no float16, an irregular group index) is
-    refused by `tile`.
+    refused when it is repacked.
     """
     if spec.device != "cpu":
         return f"runs on the CPU, not on {spec.device}"
@@ -130,51 +131,12 @@ def unsupported_reason(spec: LinearSpec) -> str | None:
         return "the C++ library is not installed"
     if spec.scheme is None:
         return None
-    if spec.scheme.bits not in _CODE_KINDS:
+    if spec.scheme.bits not in CODE_KINDS:
         return f"tiles hold 4 and 8 bits, not {spec.scheme.bits}"
     size = spec.scheme.group_size
     if size is not None and size % ACTIVATION_GROUP and size < spec.in_features:
         return f"groups must be multiples of {ACTIVATION_GROUP} columns, not {size}"
     return None
-
-
-def aligned_bytes(num_bytes: int) -> torch.Tensor:
-    """Return `num_bytes` zeroed bytes, aligned to 64."""
-    room = torch.zeros(num_bytes + _ALIGNMENT, dtype=torch.uint8)
-    start = -room.data_ptr() % _ALIGNMENT
-    return room[start : start + num_bytes]
-
-
-def tile(
-    weight: torch.Tensor | QuantizedWeight, *, allocate: Allocate = aligned_bytes
-) -> TiledWeight:
-    """Repack a weight into tiles.
-
-    Args:
-        weight: dense `[out, in]` (float16 becomes float32), or quantized to 4 or 8 bits.
-        allocate: where the tiles, scales and zeros are put.
-
-    Raises:
-        ConfigError: the library is absent or the weight cannot be tiled; the message says why.
-    """
-    if isinstance(weight, QuantizedWeight):
-        return _tile_codes(weight, allocate)
-    if weight.dtype not in _DENSE_KINDS:
-        weight = weight.float()
-    kind = _DENSE_KINDS[weight.dtype]
-    out_features, in_features = weight.shape
-    data = allocate(_tile_bytes(kind, out_features, in_features))
-    source = weight.contiguous()
-    _call(
-        "qinfer_tile_dense",
-        ctypes.c_void_p(source.data_ptr()),
-        ctypes.c_int64(out_features),
-        ctypes.c_int64(in_features),
-        ctypes.c_int32(kind),
-        ctypes.c_void_p(data.data_ptr()),
-    )
-    size = _padded(in_features)
-    return TiledWeight(data, None, None, None, kind, out_features, in_features, size)
 
 
 def linear_args(
@@ -217,8 +179,8 @@ def linear_args(
     if isinstance(x, Int8Buffer):
         if weight.scales is None:
             raise ConfigError("a dense weight takes float activations, not int8")
-        if x.shape[0] < rows or x.shape[1] != _padded(weight.in_features):
-            raise ConfigError(f"x is {x.shape}; it must be {(rows, _padded(weight.in_features))}")
+        if x.shape[0] < rows or x.shape[1] != padded(weight.in_features):
+            raise ConfigError(f"x is {x.shape}; it must be {(rows, padded(weight.in_features))}")
         args.int8_rows = x.pointer
         return args
     if _check_rows("x", x, weight.in_features) < rows:
@@ -278,82 +240,8 @@ def run_linear(
     return out
 
 
-def _tile_codes(weight: QuantizedWeight, allocate: Allocate) -> TiledWeight:
-    spec = LinearSpec(
-        weight.in_features,
-        weight.out_features,
-        torch.float32,
-        weight.codes.device.type,
-        weight.scheme,
-    )
-    reason = unsupported_reason(spec)
-    if reason is not None:
-        raise ConfigError(reason)
-    native.check_groups(weight)
-    bits, kind = weight.scheme.bits, _CODE_KINDS[weight.scheme.bits]
-    permutation = _permutation(weight)
-    codes = weight.codes.to(torch.int8).contiguous()
-    data = allocate(_tile_bytes(kind, weight.out_features, weight.in_features))
-    _call(
-        "qinfer_tile_codes",
-        ctypes.c_void_p(codes.data_ptr()),
-        ctypes.c_int64(weight.out_features),
-        ctypes.c_int64(weight.in_features),
-        ctypes.c_void_p(None if permutation is None else permutation.data_ptr()),
-        ctypes.c_int32(bits),
-        ctypes.c_void_p(data.data_ptr()),
-    )
-    zeros = weight.zeros
-    if zeros is not None:
-        zeros = _tile_groups((zeros + (1 << (bits - 1))).to(torch.int16), allocate)
-    size = weight.scheme.group_size or weight.in_features
-    return TiledWeight(
-        data=data,
-        scales=_tile_groups(_half_scales(weight.scales), allocate),
-        zeros=zeros,
-        permutation=permutation,
-        kind=kind,
-        out_features=weight.out_features,
-        in_features=weight.in_features,
-        group_size=min(_padded(size), _padded(weight.in_features)),
-    )
-
-
-def _half_scales(scales: torch.Tensor) -> torch.Tensor:
-    half = scales.to(torch.float16)
-    if not torch.equal(half.float(), scales.float()):
-        raise ConfigError(f"tiles hold float16 scales; these {scales.dtype} scales are not exact")
-    return half
-
-
-def _permutation(weight: QuantizedWeight) -> torch.Tensor | None:
-    """Return the columns sorted by group, or None if they are in order."""
-    index = weight.group_index
-    if index is None:
-        return None
-    order = index.argsort(stable=True)
-    size = weight.scheme.group_size or weight.in_features
-    if not torch.equal(index[order], torch.arange(weight.in_features, dtype=index.dtype) // size):
-        raise ConfigError(f"the group index does not give every group {size} columns")
-    in_order = torch.equal(order, torch.arange(weight.in_features))
-    return None if in_order else order.to(torch.int32)
-
-
-def _tile_groups(values: torch.Tensor, allocate: Allocate) -> torch.Tensor:
-    """Return 16-bit `[out, groups]` as `[tiles, groups, 16]`, zeros after the last row."""
-    rows, groups = values.shape
-    tiles = -(-rows // TILE_ROWS)
-    padded = torch.nn.functional.pad(values, (0, 0, 0, tiles * TILE_ROWS - rows))
-    room = allocate(padded.nbytes).view(values.dtype).view(tiles, groups, TILE_ROWS)
-    return room.copy_(padded.view(tiles, TILE_ROWS, groups).transpose(1, 2))
-
-
-def _tile_bytes(kind: WeightKind, out_features: int, in_features: int) -> int:
-    tiles = -(-out_features // TILE_ROWS)
-    return tiles * TILE_ROWS * _padded(in_features) * _ELEMENT_BITS[kind] // 8
-
-
-def _padded(columns: int) -> int:
+def padded(columns: int) -> int:
+    """Return the columns that tiles have for so many columns of a weight."""
     return -(-columns // ACTIVATION_GROUP) * ACTIVATION_GROUP
 
 
@@ -366,12 +254,3 @@ def _check_rows(name: str, x: torch.Tensor, columns: int) -> int:
             f"kernels need float32 [rows, {columns}] on cpu, each row contiguous"
         )
     return x.shape[0]
-
-
-def _call(function: str, *args: object) -> None:
-    library = native.load()
-    if library is None:
-        raise ConfigError("the C++ kernels are not available; see the log for the reason")
-    status = library.handle[function](*args)
-    if status != 0:
-        raise ConfigError(f"{function} refused its arguments (status {status})")

@@ -2,7 +2,6 @@
 
 import gc
 import mmap
-import os
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 
 from qinfer.errors import CapacityError, ConfigError
 from qinfer.kernels.cpu import arena
-from qinfer.kernels.cpu.arena import Arena, aligned, drop_file_pages
+from qinfer.kernels.cpu.arena import Arena, aligned, release_freed
 
 
 def mapped_bytes(address: int) -> int:
@@ -21,6 +20,12 @@ def mapped_bytes(address: int) -> int:
         if begin <= address < end:
             return end - begin
     return 0
+
+
+def resident_bytes() -> int:
+    """Return the anonymous memory of this process."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(status.split("RssAnon:")[1].split()[0]) << 10
 
 
 def test_tensors_are_aligned_zeroed_and_apart() -> None:
@@ -106,11 +111,12 @@ def test_huge_pages_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert Arena(4 << 20).huge_pages
 
 
-def test_dropping_a_files_pages_keeps_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "shard"
-    content = os.urandom(100_000)
-    path.write_bytes(content)
-    assert drop_file_pages(path) == (sys.platform == "linux")
-    assert path.read_bytes() == content
-    with pytest.raises(FileNotFoundError):
-        drop_file_pages(tmp_path / "absent")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_freed_memory_is_given_back() -> None:
+    kept = [torch.ones(1 << 14) for _ in range(2000)]  # 64 KiB each: below what malloc maps alone
+    full = resident_bytes()
+    last = kept[-1]
+    del kept
+    release_freed()
+    assert full - resident_bytes() > 100 << 20
+    assert last.sum() == 1 << 14

@@ -7,7 +7,7 @@ import torch
 
 from qinfer.errors import ConfigError, QinferError
 from qinfer.formats.weight import QuantizedWeight
-from qinfer.kernels.cpu import native, tiled
+from qinfer.kernels.cpu import native, tiled, tiling
 from qinfer.kernels.cpu.program import Int8Buffer, OpKind, Program
 from qinfer.kernels.spec import LinearSpec
 from qinfer.schemes import WeightScheme
@@ -98,7 +98,7 @@ SHAPES = ((48, 128), (50, 40), (7, 36), (16, 352))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_codes_match_the_reference_for_any_number_of_rows(isa, scheme, shape):
     weight = quantized(shape[0], shape[1], scheme)
-    tiles = tiled.tile(weight)
+    tiles = tiling.tile(weight)
     x, bias = activations(max(ROWS), shape[1]), torch.linspace(-1, 1, shape[0])
     references: dict[tiled.Activations, torch.Tensor] = {
         "int8": int8_reference(x, weight),
@@ -116,7 +116,7 @@ def test_codes_match_the_reference_for_any_number_of_rows(isa, scheme, shape):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_dense_weights_match_the_reference_for_any_number_of_rows(isa, dtype, shape):
     weight = (activations(shape[0], shape[1], seed=2) * 0.1).to(dtype)
-    tiles, x = tiled.tile(weight), activations(max(ROWS), shape[1])
+    tiles, x = tiling.tile(weight), activations(max(ROWS), shape[1])
     whole = tiled.run_linear(tiles, x, activations="exact")
     assert_near(whole, x @ weight.float().T)
     for rows, threads in zip(ROWS, (1, 2, 3, 1, 2, 3), strict=True):
@@ -128,7 +128,7 @@ def test_dense_weights_match_the_reference_for_any_number_of_rows(isa, dtype, sh
 @pytest.mark.parametrize("bits", [4, 8])
 def test_rows_computed_from_the_middle_of_a_batch_keep_their_bits(isa, mode, bits):
     weight, x = quantized(80, 96, WeightScheme(bits, 32)), activations(40, 96)
-    tiles = tiled.tile(weight)
+    tiles = tiling.tile(weight)
     whole = tiled.run_linear(tiles, x, activations=mode)
     for start, stop in ((3, 4), (5, 12), (9, 26), (31, 40)):
         assert torch.equal(
@@ -141,7 +141,7 @@ def test_rows_computed_from_the_middle_of_a_batch_keep_their_bits(isa, mode, bit
 @pytest.mark.parametrize("group", [32, 64])
 def test_scattered_groups_are_put_in_order(isa, mode, bits, group):
     weight = quantized(24, 192, WeightScheme(bits, group, symmetric=False), scattered=True)
-    tiles, x = tiled.tile(weight), activations(9, 192)
+    tiles, x = tiling.tile(weight), activations(9, 192)
     assert tiles.permutation is not None
     out = tiled.run_linear(tiles, x, activations=mode)
     assert_near(out, int8_reference(x, weight) if mode == "int8" else x @ weight.dequantize().T)
@@ -161,7 +161,7 @@ def test_extreme_codes_do_not_saturate(isa, bits, symmetric):
         zeros,
     )
     x = torch.tensor([[127.0], [-127.0]]).expand(-1, 64).contiguous()
-    out = tiled.run_linear(tiled.tile(weight), x, activations="int8")
+    out = tiled.run_linear(tiling.tile(weight), x, activations="int8")
     assert torch.equal(out, x @ weight.dequantize().T)
 
 
@@ -173,7 +173,7 @@ def test_zero_scales_and_dead_rows_give_zeros(isa, mode):
     x = activations(6, 64)
     x[2] = 0
     x[4, 32:] = 0
-    out = tiled.run_linear(tiled.tile(weight), x, activations=mode)
+    out = tiled.run_linear(tiling.tile(weight), x, activations=mode)
     assert_near(out, x @ weight.dequantize().T, 0.02 if mode == "int8" else 1e-5)
     assert not out[:, 3].any()
     assert not out[2].any()
@@ -183,7 +183,7 @@ def test_zero_scales_and_dead_rows_give_zeros(isa, mode):
 @pytest.mark.parametrize("out_features", [48, 50])
 def test_the_residual_may_be_the_output(isa, mode, out_features):
     weight, x = quantized(out_features, 96, WeightScheme(8, 32)), activations(11, 96)
-    tiles, hidden = tiled.tile(weight), activations(11, out_features, seed=3)
+    tiles, hidden = tiling.tile(weight), activations(11, out_features, seed=3)
     bias = activations(1, out_features, seed=4)[0]
     plain = tiled.run_linear(tiles, x, activations=mode)
     apart = tiled.run_linear(tiles, x, activations=mode, bias=bias, residual=hidden)
@@ -201,7 +201,7 @@ def test_only_the_rows_and_columns_of_the_output_are_written(isa):
     weight, x = quantized(50, 40, WeightScheme(4, 32)), activations(12, 40)
     wide = torch.full((12, 64), 7.0)
     program, num_tokens = Program(), torch.tensor([9])
-    tiled.add_linear(program, tiled.tile(weight), x, wide[:, :50], num_tokens)
+    tiled.add_linear(program, tiling.tile(weight), x, wide[:, :50], num_tokens)
     program.run(2)
     assert (wide[:, 50:] == 7).all()
     assert (wide[9:] == 7).all()
@@ -215,22 +215,22 @@ def test_only_the_rows_and_columns_of_the_output_are_written(isa):
 def test_the_exact_mode_multiplies_the_dequantized_weight(isa):
     """The dequantized values are those of QuantizedWeight.dequantize, to the bit."""
     weight = quantized(33, 64, WeightScheme(4, 32, symmetric=False))
-    out = tiled.run_linear(tiled.tile(weight), torch.eye(64), activations="exact")
+    out = tiled.run_linear(tiling.tile(weight), torch.eye(64), activations="exact")
     assert torch.equal(out, weight.dequantize().T)
 
 
 @needs_library
 def test_tiles_occupy_what_they_say():
-    weight = tiled.tile(quantized(48, 128, WeightScheme(4, 64, symmetric=False)))
+    weight = tiling.tile(quantized(48, 128, WeightScheme(4, 64, symmetric=False)))
     assert weight.nbytes == 48 * 128 // 2 + 48 * 2 * 4
     assert weight.data.data_ptr() % 64 == 0
-    assert tiled.tile(torch.zeros(17, 33, dtype=torch.bfloat16)).nbytes == 32 * 64 * 2
+    assert tiling.tile(torch.zeros(17, 33, dtype=torch.bfloat16)).nbytes == 32 * 64 * 2
 
 
 @needs_library
 def test_what_cannot_be_tiled_is_refused_with_a_reason():
     with pytest.raises(ConfigError, match="float16"):
-        tiled.tile(
+        tiling.tile(
             QuantizedWeight(
                 torch.zeros(4, 32, dtype=torch.int8), torch.full((4, 1), 0.1), WeightScheme(4, 32)
             )
@@ -239,9 +239,9 @@ def test_what_cannot_be_tiled_is_refused_with_a_reason():
     assert scattered.group_index is not None
     scattered.group_index[scattered.group_index == 1] = 0
     with pytest.raises(ConfigError, match="does not give every group"):
-        tiled.tile(scattered)
+        tiling.tile(scattered)
     with pytest.raises(ConfigError, match="not 3"):
-        tiled.tile(quantized(4, 64, WeightScheme(3, 32)))
+        tiling.tile(quantized(4, 64, WeightScheme(3, 32)))
 
 
 @needs_library
@@ -267,7 +267,7 @@ def test_the_reason_names_what_does_not_fit(scheme, device, reason):
 
 @needs_library
 def test_arguments_that_do_not_fit_are_refused():
-    weight, num_tokens = tiled.tile(quantized(16, 64, WeightScheme(4, 32))), torch.tensor([2])
+    weight, num_tokens = tiling.tile(quantized(16, 64, WeightScheme(4, 32))), torch.tensor([2])
     x, out = torch.zeros(2, 64), torch.zeros(2, 16)
     with pytest.raises(ConfigError, match="out is"):
         tiled.linear_args(weight, x, torch.zeros(2, 17), num_tokens)
@@ -276,14 +276,14 @@ def test_arguments_that_do_not_fit_are_refused():
     with pytest.raises(ConfigError, match="x is"):
         tiled.linear_args(weight, Int8Buffer(2, 32), out, num_tokens)
     with pytest.raises(ConfigError, match="dense"):
-        tiled.linear_args(tiled.tile(torch.zeros(16, 64)), Int8Buffer(2, 64), out, num_tokens)
+        tiled.linear_args(tiling.tile(torch.zeros(16, 64)), Int8Buffer(2, 64), out, num_tokens)
     with pytest.raises(ConfigError, match="residual"):
         tiled.linear_args(weight, x, out, num_tokens, residual=torch.zeros(3, 16))
 
 
 @needs_library
 def test_the_library_refuses_a_broken_op():
-    weight, num_tokens = tiled.tile(quantized(16, 64, WeightScheme(4, 32))), torch.tensor([0])
+    weight, num_tokens = tiling.tile(quantized(16, 64, WeightScheme(4, 32))), torch.tensor([0])
     out, int8 = torch.zeros(2, 16), Int8Buffer(2, 64)
     assert ctypes.sizeof(tiled.TiledWeightArgs) == 56
     assert ctypes.sizeof(tiled.LinearArgs) == 136

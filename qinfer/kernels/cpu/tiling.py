@@ -1,0 +1,242 @@
+"""Repacks weights into tiles when a model is loaded, a piece of some rows at a time.
+
+So a weight need not be in memory twice: what is read or unpacked of it is one piece per thread.
+`csrc/linear.h` defines the tiles.
+"""
+
+import ctypes
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from qinfer.errors import ConfigError
+from qinfer.formats.weight import QuantizedWeight
+from qinfer.kernels.cpu import native
+from qinfer.kernels.cpu.tiled import (
+    CODE_KINDS,
+    DENSE_DTYPES,
+    DENSE_KINDS,
+    ELEMENT_BITS,
+    TILE_ROWS,
+    TiledWeight,
+    WeightKind,
+    padded,
+    unsupported_reason,
+)
+from qinfer.kernels.spec import LinearSpec
+
+_ALIGNMENT = 64
+_PIECE_ELEMENTS = 1 << 20  # of a weight, held at once by each thread that repacks
+
+# Returns zeroed bytes, uint8, aligned to 64.
+Allocate = Callable[[int], torch.Tensor]
+# Returns rows [begin, end) of a weight; every piece of it in the same form.
+ReadRows = Callable[[int, int], torch.Tensor | QuantizedWeight]
+
+
+def aligned_bytes(num_bytes: int) -> torch.Tensor:
+    """Return `num_bytes` zeroed bytes, aligned to 64."""
+    room = torch.zeros(num_bytes + _ALIGNMENT, dtype=torch.uint8)
+    start = -room.data_ptr() % _ALIGNMENT
+    return room[start : start + num_bytes]
+
+
+def tile(
+    weight: torch.Tensor | QuantizedWeight, *, allocate: Allocate = aligned_bytes
+) -> TiledWeight:
+    """Repack a weight into tiles; see `tile_rows`."""
+    if isinstance(weight, QuantizedWeight):
+        native.check_groups(weight)
+        return tile_rows((weight.out_features, weight.in_features), weight.rows, allocate=allocate)
+    shape = (weight.shape[0], weight.shape[1])
+    return tile_rows(shape, lambda begin, end: weight[begin:end], allocate=allocate)
+
+
+def tile_rows(
+    shape: tuple[int, int],
+    read: ReadRows,
+    *,
+    allocate: Allocate = aligned_bytes,
+    threads: int = 1,
+) -> TiledWeight:
+    """Repack a weight of which only some rows at a time are in memory.
+
+    Args:
+        shape: `[out, in]` of the weight.
+        read: returns some rows: dense (float16 becomes float32), or quantized to 4 or 8 bits;
+            called by several threads at once if `threads` > 1.
+        allocate: where the tiles, scales and zeros are put.
+        threads: how many repack pieces at the same time.
+
+    Raises:
+        ConfigError: the library is absent or the weight cannot be tiled; the message says why.
+    """
+    step = piece_rows(shape[1])
+    first = read(0, min(step, shape[0]))
+    tiles = _room(first, shape, allocate)
+    _fill(tiles, 0, first)
+    del first
+    in_pieces(
+        lambda begin, end: _fill(tiles, begin, read(begin, end)),
+        begin=min(step, shape[0]),
+        end=shape[0],
+        step=step,
+        threads=threads,
+    )
+    return tiles
+
+
+def piece_rows(in_features: int) -> int:
+    """Return how many rows of a weight make a piece: whole tiles."""
+    return max(1, _PIECE_ELEMENTS // (TILE_ROWS * max(1, in_features))) * TILE_ROWS
+
+
+def in_pieces(
+    work: Callable[[int, int], None], *, begin: int, end: int, step: int, threads: int
+) -> None:
+    """Call `work(begin, end)` for pieces of `step` of a range, on several threads at once."""
+    pieces = [(start, min(start + step, end)) for start in range(begin, end, step)]
+    if threads == 1 or len(pieces) < 2:
+        for piece in pieces:
+            work(*piece)
+        return
+    with ThreadPoolExecutor(min(threads, len(pieces))) as pool:
+        for _ in pool.map(lambda piece: work(*piece), pieces):
+            pass  # raises what the piece raised
+
+
+def _room(
+    sample: torch.Tensor | QuantizedWeight, shape: tuple[int, int], allocate: Allocate
+) -> TiledWeight:
+    """Return empty tiles for a weight of the form of `sample`, which is some of its rows."""
+    out_features, in_features = shape
+    tiles = -(-out_features // TILE_ROWS)
+
+    def grouped(values: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+        if values is None:
+            return None
+        groups = values.shape[1]
+        room = allocate(tiles * groups * TILE_ROWS * dtype.itemsize)
+        return room.view(dtype).view(tiles, groups, TILE_ROWS)
+
+    permutation, group_size = None, in_features
+    scales = zeros = None
+    if isinstance(sample, QuantizedWeight):
+        _check_codes(sample)
+        kind = CODE_KINDS[sample.scheme.bits]
+        permutation = _permutation(sample)
+        group_size = sample.scheme.group_size or in_features
+        scales, zeros = sample.scales, sample.zeros
+    else:
+        kind = DENSE_KINDS.get(sample.dtype, WeightKind.FP32)
+    return TiledWeight(
+        data=allocate(_tile_bytes(kind, out_features, in_features)),
+        scales=grouped(scales, torch.float16),
+        zeros=grouped(zeros, torch.int16),
+        permutation=permutation,
+        kind=kind,
+        out_features=out_features,
+        in_features=in_features,
+        group_size=min(padded(group_size), padded(in_features)),
+    )
+
+
+def _fill(tiles: TiledWeight, begin: int, piece: torch.Tensor | QuantizedWeight) -> None:
+    """Repack rows of a weight into their tiles; the first of them begins a tile."""
+    first = begin // TILE_ROWS
+    target = ctypes.c_void_p(
+        tiles.data.data_ptr() + _tile_bytes(tiles.kind, begin, tiles.in_features)
+    )
+    if isinstance(piece, QuantizedWeight):
+        _fill_codes(tiles, first, piece, target)
+        return
+    source = piece.to(DENSE_DTYPES[tiles.kind]).contiguous()
+    _call(
+        "qinfer_tile_dense",
+        ctypes.c_void_p(source.data_ptr()),
+        ctypes.c_int64(source.shape[0]),
+        ctypes.c_int64(tiles.in_features),
+        ctypes.c_int32(tiles.kind),
+        target,
+    )
+
+
+def _fill_codes(
+    tiles: TiledWeight, first: int, piece: QuantizedWeight, target: ctypes.c_void_p
+) -> None:
+    if tiles.scales is None:
+        raise ConfigError("some rows of a dense weight are quantized")
+    bits, order = piece.scheme.bits, tiles.permutation
+    codes = piece.codes.to(torch.int8).contiguous()
+    _call(
+        "qinfer_tile_codes",
+        ctypes.c_void_p(codes.data_ptr()),
+        ctypes.c_int64(piece.out_features),
+        ctypes.c_int64(tiles.in_features),
+        ctypes.c_void_p(None if order is None else order.data_ptr()),
+        ctypes.c_int32(bits),
+        target,
+    )
+    _put_groups(_half_scales(piece.scales), tiles.scales[first:])
+    if tiles.zeros is not None and piece.zeros is not None:
+        _put_groups((piece.zeros + (1 << (bits - 1))).to(torch.int16), tiles.zeros[first:])
+
+
+def _check_codes(weight: QuantizedWeight) -> None:
+    """Refuse what has no tiles, or would make the kernel read outside its tensors."""
+    spec = LinearSpec(
+        weight.in_features,
+        weight.out_features,
+        torch.float32,
+        weight.codes.device.type,
+        weight.scheme,
+    )
+    reason = unsupported_reason(spec)
+    if reason is not None:
+        raise ConfigError(reason)
+    native.check_groups(weight)
+
+
+def _half_scales(scales: torch.Tensor) -> torch.Tensor:
+    half = scales.to(torch.float16)
+    if not torch.equal(half.float(), scales.float()):
+        raise ConfigError(f"tiles hold float16 scales; these {scales.dtype} scales are not exact")
+    return half
+
+
+def _permutation(weight: QuantizedWeight) -> torch.Tensor | None:
+    """Return the columns sorted by group, or None if they are in order."""
+    index = weight.group_index
+    if index is None:
+        return None
+    order = index.argsort(stable=True)
+    size = weight.scheme.group_size or weight.in_features
+    if not torch.equal(index[order], torch.arange(weight.in_features, dtype=index.dtype) // size):
+        raise ConfigError(f"the group index does not give every group {size} columns")
+    in_order = torch.equal(order, torch.arange(weight.in_features))
+    return None if in_order else order.to(torch.int32)
+
+
+def _put_groups(values: torch.Tensor, room: torch.Tensor) -> None:
+    """Write 16-bit `[rows, groups]` into the first of `room` `[tiles, groups, 16]`."""
+    rows, groups = values.shape
+    whole = rows // TILE_ROWS
+    tiles = values[: whole * TILE_ROWS].view(whole, TILE_ROWS, groups)
+    room[:whole] = tiles.transpose(1, 2)
+    if rows % TILE_ROWS:
+        room[whole, :, : rows % TILE_ROWS] = values[whole * TILE_ROWS :].T
+
+
+def _tile_bytes(kind: WeightKind, out_features: int, in_features: int) -> int:
+    tiles = -(-out_features // TILE_ROWS)
+    return tiles * TILE_ROWS * padded(in_features) * ELEMENT_BITS[kind] // 8
+
+
+def _call(function: str, *args: object) -> None:
+    library = native.load()
+    if library is None:
+        raise ConfigError("the C++ kernels are not available; see the log for the reason")
+    status = library.handle[function](*args)
+    if status != 0:
+        raise ConfigError(f"{function} refused its arguments (status {status})")
