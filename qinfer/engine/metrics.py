@@ -37,7 +37,11 @@ class EngineStats:
         preemptions: times that a request lost its blocks.
         prefix_query_tokens: prompt tokens that were looked up in the prefix cache.
         prefix_hit_tokens: of them, those found.
-        computed_tokens: tokens that went through the model, recomputed ones included.
+        shared_tokens: prompt tokens that a sample took over from another one of its prompt.
+        computed_tokens: tokens that went through the model, recomputed ones and drafts included.
+        draft_tokens: of them, proposed ones.
+        accepted_draft_tokens: of these, those that came true.
+        padding_tokens: of the computed ones, those of finished slots of static batches.
         prompt_tokens: of all requests that were added.
         generation_tokens: sampled.
         finished: requests that ended, by reason.
@@ -50,7 +54,11 @@ class EngineStats:
     preemptions: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
+    shared_tokens: int
     computed_tokens: int
+    draft_tokens: int
+    accepted_draft_tokens: int
+    padding_tokens: int
     prompt_tokens: int
     generation_tokens: int
     finished: dict[FinishReason, int]
@@ -67,7 +75,11 @@ def snapshot(scheduler: Scheduler, tokens: TokenCounters) -> EngineStats:
         preemptions=counters.preemptions,
         prefix_query_tokens=counters.prefix_query_tokens,
         prefix_hit_tokens=counters.prefix_hit_tokens,
+        shared_tokens=counters.shared_tokens,
         computed_tokens=counters.computed_tokens,
+        draft_tokens=counters.draft_tokens,
+        accepted_draft_tokens=counters.accepted_draft_tokens,
+        padding_tokens=counters.padding_tokens,
         prompt_tokens=tokens.prompt_tokens,
         generation_tokens=tokens.generation_tokens,
         finished=dict(tokens.finished),

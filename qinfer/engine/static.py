@@ -48,6 +48,17 @@ class StaticScheduler(Scheduler):
         )
         self._padding: list[Request] = []
 
+    def check_capacity(self, num_slots: int, *, num_sequences: int = 1) -> None:
+        """Refuse what could never run, however empty the pool.
+
+        Raises:
+            CapacityError: `num_slots` tokens exceed the whole pool, or there are several sequences,
+                which need forks.
+        """
+        super().check_capacity(num_slots, num_sequences=num_sequences)
+        if num_sequences > 1:
+            raise CapacityError("beams cannot run in a static batch; use batching=continuous")
+
     def fork(self, parent: Request, child: Request) -> None:
         """Refuse: a static batch does not grow.
 

@@ -13,6 +13,7 @@ from qinfer.engine.blocks import BlockManager
 from qinfer.engine.core import EngineCore
 from qinfer.engine.request import TokenEvent
 from qinfer.engine.scheduler import Scheduler
+from qinfer.engine.static import StaticScheduler
 from qinfer.kvcache.inputs import ModelInputs, ModelOutput
 
 VOCAB = 64
@@ -92,6 +93,8 @@ def make_core(
     max_running: int = 4,
     max_model_len: int = 128,
     max_logit_rows: int | None = None,
+    max_queue: int | None = None,
+    batching: str = "continuous",
     enable_prefix_caching: bool = True,
     seed: int | None = None,
     poison: int | None = None,
@@ -99,11 +102,13 @@ def make_core(
 ) -> tuple[EngineCore, FakeRunner]:
     runner = FakeRunner(num_blocks * BLOCK_SIZE, poison=poison)
     blocks = BlockManager(num_blocks, BLOCK_SIZE, enable_prefix_caching=enable_prefix_caching)
-    scheduler = Scheduler(
+    kind = StaticScheduler if batching == "static" else Scheduler
+    scheduler = kind(
         blocks,
         max_batch_tokens=max_batch_tokens,
         max_running=max_running,
         max_logit_rows=max_logit_rows,
+        max_queue=max_queue,
     )
     limits = limits or Limits(max_model_len, VOCAB, eos_ids=frozenset({EOS}))
     return EngineCore(runner, scheduler, ByteTokenizer(), limits, seed=seed), runner

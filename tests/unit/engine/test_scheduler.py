@@ -1,25 +1,31 @@
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from qinfer.engine.blocks import BlockManager
 from qinfer.engine.params import SamplingParams
 from qinfer.engine.request import Request, RequestStatus
 from qinfer.engine.scheduler import Batch, Scheduler
-from qinfer.errors import CapacityError, RequestError
+from qinfer.errors import CapacityError, OverloadedError, RequestError
 
 
-def make(name: str, num_prompt: int, num_output: int = 4, *, token: int = 1) -> Request:
+def make(
+    name: str, num_prompt: int, num_output: int = 4, *, token: int = 1, priority: int = 0
+) -> Request:
     return Request(
         id=name,
         tokens=[token] * num_prompt,
         num_prompt=num_prompt,
-        params=SamplingParams(),
+        params=SamplingParams(priority=priority),
         max_length=num_prompt + num_output,
     )
+
+
+def make_samples(name: str, num_prompt: int, num_output: int, count: int) -> list[Request]:
+    samples = [make(f"{name}#{index}", num_prompt, num_output) for index in range(count)]
+    for sample in samples:
+        sample.parent = name
+    return samples
 
 
 def make_scheduler(num_blocks: int = 8, max_batch_tokens: int = 16, max_running: int = 4, **more):
@@ -159,92 +165,226 @@ def test_scored_rows_have_a_budget_of_their_own() -> None:
     assert sum(step.get("s", 0) for step in steps) == 20
 
 
-class SchedulerMachine(RuleBasedStateMachine):
-    """Random arrivals, aborts and steps on a small pool with shared prefixes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scheduler = Scheduler(
-            BlockManager(num_blocks=8, block_size=4), max_batch_tokens=7, max_running=3
-        )
-        self.count = 0
-        self.open: dict[str, Request] = {}
-        self.cached: dict[int, tuple[int, ...]] = {}  # slot -> the tokens up to it
-
-    @rule(
-        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20),
-        num_output=st.integers(1, 12),
-        use_prefix_cache=st.booleans(),
-    )
-    def add(self, tokens: list[int], num_output: int, use_prefix_cache: bool) -> None:
-        self.count += 1
-        request = Request(
-            id=str(self.count),
-            tokens=tokens,
-            num_prompt=len(tokens),
-            params=SamplingParams(),
-            max_length=len(tokens) + num_output,
-            use_prefix_cache=use_prefix_cache,
-        )
-        self.scheduler.add(request)
-        self.open[request.id] = request
-
-    @precondition(lambda self: self.open)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.open)))
-        self.scheduler.finish(self.open.pop(name), "abort")
-
-    @rule()
-    def step(self) -> None:
-        batch = self.scheduler.schedule()
-        assert sum(num for _, num in batch.items) <= 7
-        assert self.scheduler.num_running <= 3
-        scheduled = [request for request, _ in batch.items]
-        assert not set(map(id, scheduled)) & set(map(id, batch.preempted))
-        assert bool(batch.items) == bool(self.open)
-        written: set[int] = set()
-        for request, num_new in batch.items:
-            assert num_new >= 1
-            assert len(request.wanted_rows(num_new)) <= 1
-            self._write(request, num_new, written)
-        new = {r.id: (self.count % 2,) for r, n in batch.items if r.wanted_rows(n)}
-        self.scheduler.update(batch, new)
-        for request in scheduled:
-            if request.num_tokens >= request.max_length:
-                self.scheduler.finish(request, "length")
-                del self.open[request.id]
-
-    def _write(self, request: Request, num_new: int, written: set[int]) -> None:
-        """Write a chunk; what the request finds before it must be what it would have written."""
-        blocks = self.scheduler.blocks
-        end = request.num_computed + num_new
-        for position in range(end):
-            block = request.block_ids[position // 4]
-            slot = block * 4 + position % 4
-            history = tuple(request.tokens[: position + 1])
-            if position < request.num_computed:
-                assert self.cached[slot] == history
-                continue
-            assert slot not in written
-            assert blocks._refs[block] == 1, "a shared block is written"
-            assert blocks._hash_of[block] is None, "a cached block is written"
-            written.add(slot)
-            self.cached[slot] = history
-
-    @invariant()
-    def books_are_right(self) -> None:
-        self.scheduler.check_integrity()
-
-    def teardown(self) -> None:
-        for _ in range(500):
-            if not self.open:
-                break
-            self.step()
-            self.scheduler.check_integrity()
-        assert not self.open, "a request starves"
-        assert self.scheduler.blocks.num_used == 0
+def test_samples_of_one_prompt_compute_it_once() -> None:
+    """Without prefix cache too: the last, partial block is copied, the others are shared."""
+    blocks = BlockManager(num_blocks=32, block_size=4, enable_prefix_caching=False)
+    scheduler = Scheduler(blocks, max_batch_tokens=16, max_running=4)
+    samples = make_samples("p", 22, 3, 4)
+    for sample in samples:
+        scheduler.add(sample)
+    assert finish_step(scheduler, scheduler.schedule()) == {"p#0": 16}
+    assert finish_step(scheduler, scheduler.schedule()) == {"p#0": 6}
+    batch = scheduler.schedule()
+    assert {request.id: num for request, num in batch.items} == {f"p#{i}": 1 for i in range(4)}
+    first, *others = samples
+    assert batch.copies == tuple((first.block_ids[5], other.block_ids[5]) for other in others)
+    assert all(other.block_ids[:5] == first.block_ids[:5] for other in others)
+    finish_step(scheduler, batch)
+    list(run(scheduler))
+    # The prompt once; the others compute its last token for a draw of their own; 2 outputs each.
+    assert scheduler.counters.computed_tokens == 22 + 3 + 4 * 2
+    assert scheduler.counters.shared_tokens == 3 * 21
+    assert scheduler.counters.prefix_hit_tokens == 0
 
 
-TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+def test_those_behind_samples_do_not_wait_for_their_prompt() -> None:
+    scheduler = make_scheduler(num_blocks=32, max_batch_tokens=8)
+    for sample in make_samples("p", 14, 2, 2):
+        scheduler.add(sample)
+    scheduler.add(make("behind", 4, 2, token=7))
+    assert finish_step(scheduler, scheduler.schedule()) == {"p#0": 8}
+    assert finish_step(scheduler, scheduler.schedule()) == {"p#0": 6, "behind": 2}
+    assert finish_step(scheduler, scheduler.schedule()) == {"p#0": 1, "p#1": 1, "behind": 2}
+
+
+def test_a_sample_goes_on_alone_when_its_siblings_are_gone() -> None:
+    scheduler = make_scheduler(num_blocks=32, max_batch_tokens=8, max_running=1)
+    first, second = make_samples("p", 10, 3, 2)
+    scheduler.add(first)
+    scheduler.add(second)
+    finish_step(scheduler, scheduler.schedule())
+    scheduler.finish(first, "abort")  # its first 8 tokens stay in the prefix cache
+    assert next(iter(run(scheduler))) == {"p#1": 2}
+
+
+def test_lower_priority_numbers_run_first_and_equal_ones_in_order() -> None:
+    scheduler = make_scheduler(num_blocks=64, max_running=1)
+    for name, priority in (("late", 1), ("a", 0), ("b", 0), ("first", -1)):
+        scheduler.add(make(name, 2, 2, priority=priority))
+    order = [name for step in run(scheduler) for name in step]
+    assert list(dict.fromkeys(order)) == ["first", "a", "b", "late"]
+
+
+def test_the_lowest_priority_and_latest_arrival_is_preempted_first() -> None:
+    scheduler = make_scheduler(num_blocks=9, max_batch_tokens=32)
+    requests = [
+        make("low", 6, 14, priority=1),
+        make("low-later", 6, 14, token=9, priority=1),
+        make("high", 6, 14, token=8),
+    ]
+    for request in requests:
+        scheduler.add(request)
+    victims: list[str] = []
+    while scheduler.has_unfinished:
+        batch = scheduler.schedule()
+        victims += [request.id for request in batch.preempted]
+        finish_step(scheduler, batch)
+    assert victims[0] == "low-later"
+    assert "high" not in victims
+
+
+def test_a_better_class_takes_slots_and_blocks_from_a_worse_one_only() -> None:
+    scheduler = make_scheduler(num_blocks=8, max_running=2)
+    low, equal = make("low", 10, 10, priority=5), make("equal", 10, 10, token=9)
+    scheduler.add(low)
+    scheduler.add(equal)
+    finish_step(scheduler, scheduler.schedule())
+    finish_step(scheduler, scheduler.schedule())
+    scheduler.add(make("urgent", 9, 2, token=8))
+    batch = scheduler.schedule()
+    assert batch.preempted == (low,)
+    assert "urgent" in {request.id for request, _ in batch.items}
+    assert equal.num_preemptions == 0
+    finish_step(scheduler, batch)
+    list(run(scheduler))
+
+
+def test_nobody_is_preempted_for_one_who_would_wait_nevertheless() -> None:
+    scheduler = make_scheduler(num_blocks=8, max_batch_tokens=32)
+    scheduler.add(make("low", 3, 10, priority=5))
+    scheduler.add(make("peer", 22, 4, token=9))
+    finish_step(scheduler, scheduler.schedule())
+    scheduler.add(make("urgent", 9, 2, token=8))
+    assert scheduler.schedule().preempted == ()
+
+
+def test_requests_beyond_the_queue_are_refused_until_there_is_room() -> None:
+    """S04: a bounded queue; what is preempted comes back in any case."""
+    scheduler = make_scheduler(max_running=1, max_queue=2)
+    for name in "abc":
+        scheduler.check_queue()
+        scheduler.add(make(name, 2, 2))
+    with pytest.raises(OverloadedError, match=r"1 requests can run and 2 may wait .* try again"):
+        scheduler.check_queue()
+    steps = run(scheduler)
+    while scheduler.num_waiting + scheduler.num_running == 3:
+        next(steps)
+    scheduler.check_queue()
+
+
+def test_sequences_that_must_run_together_must_fit_together() -> None:
+    scheduler = make_scheduler(num_blocks=8)
+    scheduler.check_capacity(16, num_sequences=2)
+    with pytest.raises(CapacityError, match="3 times 12 cached tokens, but the cache holds 32"):
+        scheduler.check_capacity(12, num_sequences=3)
+
+
+def decode(scheduler: Scheduler, request: Request) -> None:
+    """Run a request until it has its first token."""
+    scheduler.add(request)
+    while request.num_output == 0:
+        finish_step(scheduler, scheduler.schedule())
+
+
+def test_a_draft_is_computed_and_kept_as_far_as_it_is_right() -> None:
+    scheduler = make_scheduler()
+    request = make("a", 6, 10)
+    decode(scheduler, request)
+    request.draft = [4, 5, 6]
+    batch = scheduler.schedule()
+    assert batch.items == ((request, 4),)
+    assert request.upcoming(4) == [2, 4, 5, 6]
+    assert request.wanted_rows(4) == range(6, 10)
+    scheduler.update(batch, {"a": (4, 5, 9)})
+    assert request.tokens[6:] == [2, 4, 5, 9]
+    assert request.num_computed == 9
+    assert request.draft == []
+    counters = scheduler.counters
+    assert (counters.draft_tokens, counters.accepted_draft_tokens) == (3, 2)
+    list(run(scheduler))
+
+
+def test_a_rejected_draft_gives_its_blocks_back() -> None:
+    scheduler = make_scheduler()
+    request = make("a", 6, 20)
+    decode(scheduler, request)
+    request.draft = [4] * 7
+    batch = scheduler.schedule()
+    assert len(request.block_ids) == 4
+    scheduler.update(batch, {"a": (9,)})
+    assert (request.num_computed, len(request.block_ids)) == (7, 2)
+    list(run(scheduler))
+
+
+def test_drafts_get_what_the_tokens_of_others_leave() -> None:
+    scheduler = make_scheduler(num_blocks=9, max_batch_tokens=6, max_logit_rows=5)
+    requests = [make(name, 3, 9, token=ord(name)) for name in "ab"]
+    for request in requests:
+        decode(scheduler, request)
+    for request in requests:
+        request.draft = [7] * 6
+    # Six tokens and five rows: one of each for b, the rest for a, whose draft comes first.
+    assert [num for _, num in scheduler.schedule().items] == [4, 1]
+    assert [len(request.draft) for request in requests] == [3, 0]
+
+
+def test_drafts_never_take_blocks_that_others_need_nor_go_beyond_the_end() -> None:
+    scheduler = make_scheduler(num_blocks=5, max_batch_tokens=64)
+    a, b = make("a", 3, 12), make("b", 11, 5, token=9)
+    decode(scheduler, a)
+    decode(scheduler, b)
+    a.draft = [7] * 3  # fits into the last idle block, which b needs
+    batch = scheduler.schedule()
+    assert batch.preempted == ()
+    assert a.draft == []
+    scheduler.finish(b, "abort")
+    finish_step(scheduler, batch)
+    a.draft = [7] * 40
+    batch = scheduler.schedule()
+    assert batch.items[0][1] == a.max_slots - a.num_computed
+    finish_step(scheduler, batch)
+    list(run(scheduler))
+
+
+def test_a_preempted_request_has_no_draft() -> None:
+    scheduler = make_scheduler(num_blocks=5, max_batch_tokens=64)
+    a, b = make("a", 7, 8), make("b", 7, 8, token=9)
+    decode(scheduler, a)
+    decode(scheduler, b)
+    finish_step(scheduler, scheduler.schedule())
+    b.draft = [7]
+    batch = scheduler.schedule()
+    assert batch.preempted == (b,)
+    assert b.draft == []
+    finish_step(scheduler, batch)
+    list(run(scheduler))
+
+
+def test_a_fork_shares_blocks_until_it_writes() -> None:
+    scheduler = make_scheduler(max_running=1)
+    parent = make("parent", 6, 8)
+    decode(scheduler, parent)
+    child = make("child", 6, 8)
+    child.tokens.append(3)
+    scheduler.fork(parent, child)
+    assert child.block_ids == parent.block_ids
+    assert child.num_computed == 6
+    assert scheduler.blocks.num_used == 2
+    batch = scheduler.schedule()
+    assert [num for _, num in batch.items] == [1, 1]  # beside the limit of one
+    assert batch.copies == ((child.block_ids[1], parent.block_ids[1]),)  # who writes first copies
+    assert child.block_ids[0] == parent.block_ids[0]
+    finish_step(scheduler, batch)
+    scheduler.finish(parent, "stop")
+    assert child.rank > parent.rank
+    list(run(scheduler))
+
+
+def test_only_running_requests_can_be_forked() -> None:
+    scheduler = make_scheduler()
+    parent = make("parent", 6)
+    scheduler.add(parent)
+    with pytest.raises(CapacityError, match="'parent' holds no blocks"):
+        scheduler.fork(parent, make("child", 6))
+    with pytest.raises(RequestError, match="already in use"):
+        scheduler.fork(parent, make("parent", 6))
