@@ -13,7 +13,7 @@ from typing import Any, Self
 from qinfer.engine import host
 from qinfer.engine.config import from_options
 from qinfer.engine.core import EngineCore
-from qinfer.engine.load import Engine, Source, cache_layout, engine_activation_bytes, load_engine
+from qinfer.engine.load import Engine, Source, cache_layout, load_engine
 from qinfer.engine.memory import MemoryReport
 from qinfer.engine.params import SamplingParams
 from qinfer.engine.request import RequestOutput
@@ -205,7 +205,7 @@ class LLM:
             kv_used_bytes=blocks.num_used * layout.block_bytes,
             kv_peak_bytes=blocks.peak_used * layout.block_bytes,
             kv_capacity_tokens=engine.pool.num_blocks * layout.block_size,
-            activation_bytes=engine_activation_bytes(engine.decoder, engine.config),
+            activation_bytes=engine.activation_bytes,
             peak_rss_bytes=host.peak_rss(),
         )
 

@@ -60,7 +60,10 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Everything that makes one engine; two of them share nothing."""
+    """Everything that makes one engine; two of them share nothing.
+
+    `activation_bytes` is the predicted memory of a full step, see `MemoryReport`.
+    """
 
     config: EngineConfig
     model_config: ModelConfig
@@ -69,6 +72,7 @@ class Engine:
     decoder: CausalLM
     pool: KVPool
     core: EngineCore
+    activation_bytes: int
 
 
 def load_engine(model: str | Path, config: EngineConfig, source: Source) -> Engine:
@@ -110,11 +114,12 @@ def load_engine(model: str | Path, config: EngineConfig, source: Source) -> Engi
     )
     _set_threads(resolved, decoder)
     layout = cache_layout(model_config, resolved)
+    activations = _activation_bytes(decoder, resolved)
     plan = plan_pool(
         resolved,
         layout,
         weights_bytes=decoder.memory_bytes,
-        activations=engine_activation_bytes(decoder, resolved),
+        activations=activations,
         memory=_device_memory(resolved),
         max_len_given=config.max_model_len is not None,
     )
@@ -129,7 +134,7 @@ def load_engine(model: str | Path, config: EngineConfig, source: Source) -> Engi
         seed=final.seed,
         device=final.device,
     )
-    return Engine(final, model_config, checkpoint, tokenizer, decoder, pool, core)
+    return Engine(final, model_config, checkpoint, tokenizer, decoder, pool, core, activations)
 
 
 def cache_layout(model: ModelConfig, config: EngineConfig) -> KVLayout:
@@ -143,7 +148,7 @@ def cache_layout(model: ModelConfig, config: EngineConfig) -> KVLayout:
     )
 
 
-def engine_activation_bytes(decoder: CausalLM, config: EngineConfig) -> int:
+def _activation_bytes(decoder: CausalLM, config: EngineConfig) -> int:
     """Return the predicted bytes of a full step of resolved settings, beside weights and cache."""
     tokens = config.max_num_batched_tokens
     rows = min(max_logit_rows(config.max_num_seqs), tokens)
