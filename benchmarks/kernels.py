@@ -5,9 +5,9 @@
 
 The weights of a case are copies of a model's linears, so many that they do not fit the caches
 where rows are few; each layer has pages of its own. In every round each case runs once on each
-number of threads, with the peaks beside it, so that a busy machine slows both; percentages are
-taken within a round. With one thread the clock counts that thread's own time, which neighbours on
-the machine disturb least.
+number of threads, with the peaks measured beside it; percentages are of the highest peak among the
+rounds. With one thread the clock counts that thread's own time, which neighbours on the machine
+disturb least.
 
 Gop/s counts two operations per weight and row, against `vpdpbusd` (int8 activations) or FMA
 (exact) on registers only; GB/s counts the weights or pages read once, against plain reads of as
@@ -27,7 +27,7 @@ import torch
 from linears import FEW_ROWS, SHAPES, VARIANTS, Variant, make_case
 from peaks import Peaks
 from peers.machine import describe_machine, describe_qinfer
-from tables import spread, table
+from tables import number, spread, table
 
 from qinfer.kernels.cpu import native
 from qinfer.kernels.cpu.arena import Arena
@@ -144,9 +144,9 @@ def linear_row(entry: records.Record) -> list[str]:
 
 
 def _percent(amount: int, times: list[float], peaks: list[float]) -> tuple[str, str]:
-    """Return the peak in 1e9 per second, and the share of it that was reached in each round."""
-    shares = [100 * amount / time / peak for time, peak in zip(times, peaks, strict=True)]
-    return spread([statistics.median(peaks) / 1e9]), spread(shares)
+    """Return the highest peak in 1e9 per second, and the share of it that each round reached."""
+    peak = max(peaks)
+    return number(peak / 1e9), spread([100 * amount / time / peak for time in times])
 
 
 def attention_rows(entries: list[records.Record]) -> Iterator[list[str]]:
@@ -176,7 +176,7 @@ def markdown(record: records.Record) -> str:
         f"{machine['processor']}, {machine['cores']} cores ({machine['features']}), "
         f"{machine['cache']} cache, {machine['memory']}; {machine['system']}. "
         f"qinfer {qinfer['version']}, commit {qinfer['commit']}, kernels {record['isa']}. "
-        f"{record['rounds']} rounds; median [lowest-highest]; percentages within each round."
+        f"{record['rounds']} rounds; median [lowest-highest]."
     )
     lines = [
         f"# Kernels against the machine's peaks, {record['date'][:10]}",

@@ -7,7 +7,7 @@ import torch
 from peaks import seconds
 
 from qinfer.formats.weight import QuantizedWeight
-from qinfer.kernels.cpu import tiled
+from qinfer.kernels.cpu import tiled, tiling
 from qinfer.kernels.cpu.arena import Arena
 from qinfer.kernels.cpu.program import Int8Buffer, Program
 from qinfer.schemes import WeightScheme
@@ -87,7 +87,7 @@ def make_case(
     variant: Variant, shapes: Sequence[tuple[int, int]], rows: int, megabytes: int
 ) -> Case:
     """Return a block's linears: once, or where rows are few so often that no cache holds them."""
-    samples = [tiled.tile(variant.weight(shape)) for shape in shapes]
+    samples = [tiling.tile(variant.weight(shape)) for shape in shapes]
     block_bytes = sum(sample.nbytes for sample in samples)
     copies = -(-(megabytes << 20) // block_bytes) if rows <= FEW_ROWS else 1
     arena = Arena(copies * (block_bytes + 4096))

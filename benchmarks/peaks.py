@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROUNDS = 1_000_000  # some milliseconds
+ROUNDS = 4_000_000  # some milliseconds, long against what starting a thread takes
 
 
 class Peaks:
