@@ -91,6 +91,11 @@ class BeamParams:
         object.__setattr__(self, "stop", checked.stop)
         object.__setattr__(self, "stop_token_ids", checked.stop_token_ids)
 
+    @property
+    def n(self) -> int:
+        """Sequences that the request gives, as `SamplingParams.n`."""
+        return self.num_return_sequences
+
     def as_sampling(self) -> SamplingParams:
         """Return what every beam has in common with a greedy request.
 

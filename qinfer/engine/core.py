@@ -6,53 +6,27 @@ left in the engine.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
 from qinfer.engine.admission import Limits, RequestFactory
 from qinfer.engine.batch import build
+from qinfer.engine.beam_group import Beam, BeamGroup
+from qinfer.engine.beams import BeamParams
+from qinfer.engine.jobs import Generation, Rows, RowSink, Scoring, last_event, usage_of
 from qinfer.engine.metrics import EngineStats, TokenCounters, snapshot
 from qinfer.engine.output import OutputStream, TokenDecoder
 from qinfer.engine.params import SamplingParams
-from qinfer.engine.request import FinishReason, Request, TokenEvent, Usage
+from qinfer.engine.request import FinishReason, Request, TokenEvent
 from qinfer.engine.runner import ModelRunner
-from qinfer.engine.sampler import Sampled, SamplerState, sample
+from qinfer.engine.sampler import SamplerState
 from qinfer.engine.scheduler import Batch, Scheduler
+from qinfer.engine.speculation import Speculator, Verdict, judge
 from qinfer.errors import RequestError
 from qinfer.kvcache.inputs import ModelOutput
 
-RowSink = Callable[[int, torch.Tensor], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Generation:
-    """A request that is continued, and what turns its logits into tokens and text."""
-
-    request: Request
-    sampler: SamplerState
-    output: OutputStream
-
-
-@dataclass(frozen=True, slots=True)
-class _Scoring:
-    """A request that is scored, and who wants its rows."""
-
-    request: Request
-    sink: RowSink
-
-
-_Job = _Generation | _Scoring
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Which rows of a step's logits belong to a request; `position` is that of the first."""
-
-    start: int
-    stop: int
-    position: int
+_Job = Generation | Scoring | Beam
 
 
 class EngineCore:
@@ -65,6 +39,7 @@ class EngineCore:
         limits: what requests are accepted, and the values of unset fields.
         seed: of the draws of requests that bring none; None = different each time.
         device: where the runner's tensors live.
+        speculator: drafts tokens; None = one token per request and step.
     """
 
     def __init__(
@@ -76,6 +51,7 @@ class EngineCore:
         *,
         seed: int | None = None,
         device: str = "cpu",
+        speculator: Speculator | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.limits = limits
@@ -83,6 +59,7 @@ class EngineCore:
         self._tokenizer = tokenizer
         self._factory = RequestFactory(limits, seed)
         self._device = device
+        self._speculator = speculator
         self._jobs: dict[str, _Job] = {}
         self._groups: dict[str, list[str]] = {}  # request id -> ids of its unfinished samples
         self._immediate: list[TokenEvent] = []
@@ -90,15 +67,20 @@ class EngineCore:
 
     def step(self) -> list[TokenEvent]:
         """Compute one batch and return what is new; an empty list when there is nothing to do."""
+        if self._speculator is not None:
+            self._speculator.draft(
+                [job.request for job in self._jobs.values() if isinstance(job, Generation)]
+            )
         batch = self.scheduler.schedule()
         if not batch.items:
+            self._restart_beams(batch)
             return self._take_immediate()
         _note_start(batch)
         self._runner.copy_blocks(batch.copies)
         output = self._runner.run(build(batch, self.scheduler.blocks.block_size, self._device))
         return self._take_immediate() + self._update(batch, output)
 
-    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+    def check(self, prompt: Sequence[int], params: SamplingParams | BeamParams) -> None:
         """Refuse a request that `add_request` would refuse for its prompt or parameters.
 
         Raises:
@@ -106,11 +88,14 @@ class EngineCore:
             CapacityError: it could never fit into the cache.
         """
         num_prompt = len(self.limits.check_prompt(prompt))
-        checked = self.limits.check_params(num_prompt, params)
-        self.scheduler.check_capacity(num_prompt + (checked.max_tokens or 0) - 1)
+        wanted = params.as_sampling() if isinstance(params, BeamParams) else params
+        checked = self.limits.check_params(num_prompt, wanted)
+        self._check_capacity(num_prompt + (checked.max_tokens or 0) - 1, params)
 
-    def add_request(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Queue the `n` samples of a prompt.
+    def add_request(
+        self, request_id: str, prompt: Sequence[int], params: SamplingParams | BeamParams
+    ) -> None:
+        """Queue the `n` samples of a prompt, or a beam search, which tells nothing but its end.
 
         Args:
             request_id: addresses the events; unique among unfinished requests.
@@ -124,16 +109,20 @@ class EngineCore:
         """
         self._refuse_known(request_id)
         self.scheduler.check_queue()
-        requests = self._factory.generation(request_id, prompt, params, time.monotonic())
-        self.scheduler.check_capacity(requests[0].max_slots)
+        wanted = params.as_sampling() if isinstance(params, BeamParams) else params
+        requests = self._factory.generation(request_id, prompt, wanted, time.monotonic())
+        self._check_capacity(requests[0].max_slots, params)
         for request in requests:
             self._tokens.prompt_tokens += request.num_prompt
-            if request.params.max_tokens == 0:
+            if isinstance(params, BeamParams):
+                group = BeamGroup(request, params, self._tokenizer, self.scheduler)
+                self._add(Beam(request, group))
+            elif request.params.max_tokens == 0:
                 self._tokens.count_finished("length")
-                self._immediate.append(_last_event(request, "length"))
-                continue
-            sampler = SamplerState(request, self.limits.vocab_size, self._device)
-            self._add(_Generation(request, sampler, OutputStream(request, self._tokenizer)))
+                self._immediate.append(last_event(request, "length"))
+            else:
+                sampler = SamplerState(request, self.limits.vocab_size, self._device)
+                self._add(Generation(request, sampler, OutputStream(request, self._tokenizer)))
 
     def add_score(
         self,
@@ -169,15 +158,19 @@ class EngineCore:
         self._tokens.prompt_tokens += request.num_prompt
         if start == len(token_ids):  # nothing follows the first token that is left out
             self._tokens.count_finished("length")
-            self._immediate.append(_last_event(request, "length"))
+            self._immediate.append(last_event(request, "length"))
             return
-        self._add(_Scoring(request, sink))
+        self._add(Scoring(request, sink))
 
     def abort(self, request_id: str) -> None:
         """Drop a request, waiting or running; unknown ids are ignored, it may just have ended."""
         self._immediate = [event for event in self._immediate if event.request_id != request_id]
-        for child in list(self._groups.get(request_id, ())):
-            self._close(self._jobs[child].request, "abort")
+        jobs = [self._jobs[child] for child in self._groups.get(request_id, ())]
+        if jobs and isinstance(jobs[0], Beam):
+            self._end_search(jobs[0].group, "abort")
+            return
+        for job in jobs:
+            self._close(job.request, "abort")
 
     @property
     def has_unfinished(self) -> bool:
@@ -202,15 +195,28 @@ class EngineCore:
         if request_id in self._groups:
             raise RequestError(f"request id {request_id!r} is already in use", field="request_id")
 
+    def _check_capacity(self, num_slots: int, params: SamplingParams | BeamParams) -> None:
+        """Refuse what could never fit; the beams of a search must be in the cache together."""
+        beams = params.beam_width if isinstance(params, BeamParams) else 1
+        self.scheduler.check_capacity(num_slots, num_sequences=beams)
+
     def _add(self, job: _Job) -> None:
         self.scheduler.add(job.request)
+        self._enter(job)
+
+    def _enter(self, job: _Job) -> None:
         self._jobs[job.request.id] = job
         self._groups.setdefault(job.request.parent, []).append(job.request.id)
 
     def _close(self, request: Request, reason: FinishReason) -> None:
-        """Forget a request and free what it holds."""
-        self.scheduler.finish(request, reason)
+        """Forget a request that ended, and free what it holds."""
         self._tokens.count_finished(reason)
+        self._leave(request, reason)
+
+    def _leave(self, request: Request, reason: FinishReason) -> None:
+        self.scheduler.finish(request, reason)
+        if self._speculator is not None:
+            self._speculator.forget(request.id)
         del self._jobs[request.id]
         siblings = self._groups[request.parent]
         siblings.remove(request.id)
@@ -223,30 +229,29 @@ class EngineCore:
 
     def _update(self, batch: Batch, output: ModelOutput) -> list[TokenEvent]:
         """Turn a step's logits into tokens, texts and scores, and let go of what ended."""
-        bad_layers = output.bad_layers.tolist()
-        failed: list[tuple[Request, int]] = []
-        scored: list[tuple[_Scoring, _Rows]] = []
-        sampled: list[tuple[_Generation, int]] = []
+        generated: list[tuple[Generation, int]] = []
+        scored: list[tuple[Scoring, Rows]] = []
+        beams: list[tuple[Beam, int]] = []
         for job, rows in self._rows(batch):
-            bad = [layer for layer in bad_layers[rows.start : rows.stop] if layer >= 0]
-            if bad:
-                failed.append((job.request, bad[0]))
-            elif isinstance(job, _Scoring):
-                scored.append((job, rows))
+            if isinstance(job, Generation):
+                generated.append((job, rows.at(job.request.num_tokens - 1)))
+            elif isinstance(job, Beam):
+                beams.append((job, rows.start))
             else:
-                sampled.append((job, rows.start))
-        choices = sample(output.logits, [(row, job.request, job.sampler) for job, row in sampled])
-        news = [(job, choice) for (job, _), choice in zip(sampled, choices, strict=True)]
-        self.scheduler.update(batch, {job.request.id: (choice.token_id,) for job, choice in news})
-        self._tokens.generation_tokens += len(news)
-        events = [self._fail(request, layer) for request, layer in failed]
-        events += [self._tell(job, choice) for job, choice in news]
+                scored.append((job, rows))
+        verdicts = judge(generated, output)
+        self.scheduler.update(batch, {v.job.request.id: v.token_ids for v in verdicts})
+        if self._speculator is not None:
+            self._speculator.learn(verdicts, len(batch.items), sum(n for _, n in batch.items))
+        events = [self._tell(verdict) for verdict in verdicts]
+        self._restart_beams(batch)
+        events += self._advance_beams(beams, output)
         # Last, since a sink is foreign code: if it raises, the books are in order.
         for scoring, rows in scored:
-            events += self._hand_over(scoring, rows, output.logits)
+            events += self._hand_over(scoring, rows, output)
         return events
 
-    def _rows(self, batch: Batch) -> list[tuple[_Job, _Rows]]:
+    def _rows(self, batch: Batch) -> list[tuple[_Job, Rows]]:
         """Return which rows of the logits belong to whom; requests without rows are left out."""
         result = []
         start = 0
@@ -254,46 +259,107 @@ class EngineCore:
             wanted = request.wanted_rows(num_new)
             if wanted:
                 stop = start + len(wanted)
-                result.append((self._jobs[request.id], _Rows(start, stop, wanted.start)))
+                result.append((self._jobs[request.id], Rows(start, stop, wanted.start)))
                 start = stop
         return result
 
-    def _tell(self, job: _Generation, choice: Sampled) -> TokenEvent:
-        """Return the event of a newly sampled token, and close its request if that was the end."""
-        request = job.request
-        text, reason = job.output.push(choice.token_id)
+    def _tell(self, verdict: Verdict) -> TokenEvent:
+        """Return the event of a request's new tokens, and close it if they were the last."""
+        request, reason, error = verdict.job.request, verdict.reason, None
+        self._tokens.generation_tokens += len(verdict.chosen)
+        if verdict.bad_layer is not None:
+            reason, error = "error", self._breakdown(request, verdict.bad_layer)
         if reason is not None:
             self._close(request, reason)
         return TokenEvent(
             request_id=request.parent,
             index=request.index,
-            token_ids=(choice.token_id,),
-            text=text,
-            logprobs=None if choice.logprob is None else (choice.logprob,),
+            token_ids=verdict.token_ids,
+            text="".join(verdict.texts),
+            logprobs=verdict.logprobs,
             finish_reason=reason,
-            usage=None if reason is None else _usage(request),
+            usage=None if reason is None else usage_of(request),
+            error=error,
             queue_seconds=None if reason is None else request.queue_seconds,
         )
 
-    def _fail(self, request: Request, layer: int) -> TokenEvent:
-        """Return the event of a request whose numbers broke down, and close it."""
-        message = (
+    def _breakdown(self, request: Request, layer: int) -> str:
+        """Return what to tell of a request whose numbers broke down."""
+        return (
             f"{self._runner.layer_name(layer)} gave NaN or infinity within the first "
             f"{request.num_computed} tokens; try another dtype: float16 overflows where bfloat16 "
             "and float32 do not"
         )
-        self._close(request, "error")
-        return _last_event(request, "error", message)
 
-    def _hand_over(self, job: _Scoring, rows: _Rows, logits: torch.Tensor) -> list[TokenEvent]:
+    def _hand_over(self, job: Scoring, rows: Rows, output: ModelOutput) -> list[TokenEvent]:
         """Give the rows of a scored sequence to its sink; its last event when it is complete."""
         request = job.request
+        bad_layer = _first_bad(output.bad_layers[rows.start : rows.stop])
+        if bad_layer is not None:
+            self._close(request, "error")
+            return [last_event(request, "error", self._breakdown(request, bad_layer))]
         request.score_next = request.num_computed
         complete = request.num_computed == request.num_tokens
         if complete:
             self._close(request, "length")
-        job.sink(rows.position, torch.log_softmax(logits[rows.start : rows.stop], dim=-1))
-        return [_last_event(request, "length")] if complete else []
+        job.sink(rows.position, torch.log_softmax(output.logits[rows.start : rows.stop], dim=-1))
+        return [last_event(request, "length")] if complete else []
+
+    def _restart_beams(self, batch: Batch) -> None:
+        """Let searches start again of which a beam was preempted."""
+        for request in batch.preempted:
+            job = self._jobs.get(request.id)
+            if isinstance(job, Beam):
+                job.group.restart()
+
+    def _advance_beams(
+        self, beams: Sequence[tuple[Beam, int]], output: ModelOutput
+    ) -> list[TokenEvent]:
+        """Give beams their rows of logits and let those searches go on that have all of them."""
+        events = []
+        for beam, row in beams:
+            if beam.request.id not in self._jobs or beam.request.num_computed == 0:
+                continue  # its search broke down, or has lost its blocks
+            bad_layer = _first_bad(output.bad_layers[row : row + 1])
+            if bad_layer is not None:
+                message = self._breakdown(beam.request, bad_layer)
+                events += self._end_search(beam.group, "error", message)
+                continue
+            beam.group.add_row(beam.request, output.logits[row])
+            if beam.group.complete:
+                events += self._continue_search(beam.group)
+        return events
+
+    def _continue_search(self, group: BeamGroup) -> list[TokenEvent]:
+        """Let a search take a step; its events if that was the last."""
+        begun, ended = group.advance()
+        for request in begun:
+            self._enter(Beam(request, group))
+        for request in ended:
+            self._leave(request, "stop")
+        if group.members:
+            return []
+        events = group.events()
+        for event in events:
+            self._tokens.generation_tokens += len(event.token_ids)
+            self._tokens.count_finished(event.finish_reason or "stop")
+        return events
+
+    def _end_search(
+        self, group: BeamGroup, reason: FinishReason, error: str | None = None
+    ) -> list[TokenEvent]:
+        """Close a search before its end and return its events."""
+        events = group.last_events(reason, error)
+        for _ in events:
+            self._tokens.count_finished(reason)
+        for request in group.members:
+            self._leave(request, reason)
+        return events
+
+
+def _first_bad(bad_layers: torch.Tensor) -> int | None:
+    """Return the first layer in `bad_layers` `[rows]` that was not finite; None: all were."""
+    return next((layer for layer in bad_layers.tolist() if layer >= 0), None)
 
 
 def _note_start(batch: Batch) -> None:
@@ -302,20 +368,3 @@ def _note_start(batch: Batch) -> None:
     for request, _ in batch.items:
         if request.started is None:
             request.started = now
-
-
-def _usage(request: Request) -> Usage:
-    return Usage(request.num_prompt, request.num_output, request.num_cached)
-
-
-def _last_event(request: Request, reason: FinishReason, error: str | None = None) -> TokenEvent:
-    return TokenEvent(
-        request_id=request.parent,
-        index=request.index,
-        token_ids=(),
-        text="",
-        finish_reason=reason,
-        usage=_usage(request),
-        error=error,
-        queue_seconds=request.queue_seconds,
-    )

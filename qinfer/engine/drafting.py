@@ -19,6 +19,10 @@ _ITEM_BYTES = array("i").itemsize
 class Drafter(Protocol):
     """Whatever proposes continuations."""
 
+    def prepare(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """Catch up with requests and return those that can be drafted for now."""
+        ...
+
     def propose(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[list[int]]:
         """Return for each request at most so many tokens that may come next, perhaps none."""
         ...
@@ -42,6 +46,10 @@ class NgramDrafter:
     def __init__(self, *, max_ngram: int = MAX_NGRAM, min_ngram: int = MIN_NGRAM) -> None:
         self._sizes = range(max_ngram, min_ngram - 1, -1)
         self._texts: dict[str, bytearray] = {}
+
+    def prepare(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """Return the requests: there is nothing to catch up with."""
+        return requests
 
     def propose(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[list[int]]:
         """Return what followed the latest earlier occurrence of each request's ending."""

@@ -20,8 +20,7 @@ def make_model(seed: int) -> Any:
         torch.manual_seed(seed)
         special = {"vocab_size": 48, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
         config = transformers.LlamaConfig(**TINY | special)
-        model = transformers.LlamaForCausalLM(config).eval()
-    return model
+        return transformers.LlamaForCausalLM(config).eval()
 
 
 @pytest.fixture(scope="module", params=range(3))
