@@ -13,6 +13,7 @@ from qinfer.engine.blocks import BlockManager
 from qinfer.engine.core import EngineCore
 from qinfer.engine.request import TokenEvent
 from qinfer.engine.scheduler import Scheduler
+from qinfer.engine.speculation import Speculator
 from qinfer.engine.static import StaticScheduler
 from qinfer.kvcache.inputs import ModelInputs, ModelOutput
 
@@ -99,8 +100,11 @@ def make_core(
     seed: int | None = None,
     poison: int | None = None,
     limits: Limits | None = None,
+    vocab_size: int = VOCAB,
+    runner_class: type[FakeRunner] = FakeRunner,
+    speculator: Speculator | None = None,
 ) -> tuple[EngineCore, FakeRunner]:
-    runner = FakeRunner(num_blocks * BLOCK_SIZE, poison=poison)
+    runner = runner_class(num_blocks * BLOCK_SIZE, vocab_size=vocab_size, poison=poison)
     blocks = BlockManager(num_blocks, BLOCK_SIZE, enable_prefix_caching=enable_prefix_caching)
     kind = StaticScheduler if batching == "static" else Scheduler
     scheduler = kind(
@@ -110,8 +114,9 @@ def make_core(
         max_logit_rows=max_logit_rows,
         max_queue=max_queue,
     )
-    limits = limits or Limits(max_model_len, VOCAB, eos_ids=frozenset({EOS}))
-    return EngineCore(runner, scheduler, ByteTokenizer(), limits, seed=seed), runner
+    limits = limits or Limits(max_model_len, vocab_size, eos_ids=frozenset({EOS}))
+    core = EngineCore(runner, scheduler, ByteTokenizer(), limits, seed=seed, speculator=speculator)
+    return core, runner
 
 
 def drain(core: EngineCore, *, max_steps: int = 10_000) -> list[TokenEvent]:
