@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from qinfer.engine.aio import AsyncEngine
 from qinfer.errors import OverloadedError
 from qinfer.server.errors import UnavailableError, error_response
+from qinfer.server.page import ASSET_PREFIX
 
 State = Literal["loading", "ready", "draining", "failed"]
 
@@ -81,7 +82,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or refuse it before its body is read."""
-        if scope["type"] != "http" or scope["path"] in OPERATOR_PATHS:
+        if scope["type"] != "http" or _is_free(scope["path"]):
             await self.app(scope, receive, send)
             return
         life = self.lifecycle
@@ -109,3 +110,7 @@ class Gate:
                 retry_after=life.engine.retry_after(),
             )
         return None
+
+
+def _is_free(path: str) -> bool:
+    return path in OPERATOR_PATHS or path.startswith(ASSET_PREFIX)
