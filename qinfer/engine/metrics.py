@@ -79,8 +79,6 @@ def snapshot(scheduler: Scheduler, tokens: TokenCounters) -> EngineStats:
         computed_tokens=counters.computed_tokens,
         draft_tokens=counters.draft_tokens,
         accepted_draft_tokens=counters.accepted_draft_tokens,
-        draft_tokens=counters.draft_tokens,
-        accepted_draft_tokens=counters.accepted_draft_tokens,
         padding_tokens=counters.padding_tokens,
         prompt_tokens=tokens.prompt_tokens,
         generation_tokens=tokens.generation_tokens,
