@@ -220,3 +220,19 @@ def test_a_broken_token_leaves_those_before_it_as_they_were(tmp_path: Path, kv_d
     output = decoder.forward(make_inputs([Chunk([1, 2, 3, 4, 7, 5], 0, [0, 1])]), pool)
     assert torch.equal(output.logits[:4], clean)
     assert output.bad_layers.tolist() == [-1, -1, -1, -1, 0, 0]
+
+
+@pytest.mark.parametrize("scheme", ["int4", "mixed"])
+def test_m01_the_memory_of_a_step_is_told_before_it_is_taken(scheme: str, tmp_path: Path) -> None:
+    """M01: the prediction and the program that runs count the same buffers."""
+    decoder = load(quantized(write_tiny(tmp_path / "source"), SCHEMES[scheme]), threads=2)
+    assert isinstance(decoder, NativeDecoder)
+    pool = KVPool(layout_of(decoder.config), 8)
+    predicted = decoder.step_bytes(pool.layout, len(IDS), len(IDS))
+    run_chunked(decoder, IDS, [len(IDS)], pool, range(8))
+    step, scratch = decoder._last, decoder._scratch_floats() * 4
+    assert step is not None
+    assert predicted == step.nbytes + scratch
+    activations = [*step.tokens._floats.values(), *step.rows._floats.values()]
+    assert step.nbytes > sum(tensor.nbytes for tensor in activations)
+    assert any(tensor.data_ptr() == step.logits.data_ptr() for tensor in activations)
