@@ -64,7 +64,7 @@ class EngineProcess:
         """
         stdin, stdout = self._process.stdin, self._process.stdout
         if stdin is None or stdout is None or self._process.poll() is not None:
-            raise EngineError(f"the process has ended; see {self.log}")
+            raise EngineError(f"the process has ended: {self._last_words()}")
         self._process.send_signal(signal.SIGCONT)
         stdin.write(json.dumps(message) + "\n")
         stdin.flush()
@@ -73,7 +73,8 @@ class EngineProcess:
             raise EngineError(f"no answer within {timeout:.0f} s")
         line = stdout.readline()
         if not line:
-            raise EngineError(f"the process died ({self._process.wait()}); see {self.log}")
+            status = self._process.wait()
+            raise EngineError(f"the process died ({status}): {self._last_words()}")
         self.pause()
         answer = json.loads(line)
         if "error" in answer:
@@ -118,6 +119,11 @@ class EngineProcess:
         text = Path(f"/proc/{self._process.pid}/status").read_text(encoding="utf-8")
         (line,) = (line for line in text.splitlines() if line.startswith("VmHWM:"))
         return int(line.split()[1]) * 1024
+
+    def _last_words(self) -> str:
+        """Return the last line of the log."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "no output")
 
     def kill(self) -> None:
         """End it."""
