@@ -153,8 +153,8 @@ class Int8Buffer:
     def __init__(self, max_rows: int, columns: int) -> None:
         blocks, groups = -(-max_rows // _ROW_BLOCK), -(-columns // ACTIVATION_GROUP)
         self.shape = (max_rows, groups * ACTIVATION_GROUP)
-        # In int32 words: 8 quads of codes, the scale and the sum of each row.
-        self._groups = torch.zeros(blocks, groups, 10, _ROW_BLOCK, dtype=torch.int32)
+        # In int32 words: 8 quads of codes, the scale, the sum and -8 times the sum of each row.
+        self._groups = torch.zeros(blocks, groups, 11, _ROW_BLOCK, dtype=torch.int32)
         self.args = Int8Rows(self._groups.data_ptr(), self.shape[1])
 
     @property

@@ -69,6 +69,7 @@ inline void quantize_columns(float* x, int64_t begin, int64_t count, int64_t row
   for (int64_t g = 0; g < num_groups; ++g) {
     int8_t codes[kGroup];
     quantize_group(x + g * kGroup, codes, groups[g].scales + r, groups[g].sums + r);
+    groups[g].centers[r] = -8 * groups[g].sums[r];
     for (int64_t i = 0; i < kGroup / 4; ++i) {
       __builtin_memcpy(groups[g].codes[i][r], codes + 4 * i, 4);
     }

@@ -54,10 +54,11 @@ inline void write(const qinfer_linear& op, int64_t token, int64_t tile, Floats t
 // --- int8 activations ----------------------------------------------------------------------------
 
 // What the zero points take from the integer sum of one step: -zero * sum of the activations.
-template <int Bits>
-inline Ints correction(const int16_t* zeros, int32_t sum) {
-  if (zeros == nullptr) return fill_int(-(1 << (Bits - 1)) * sum);
-  return mul(load_short(zeros), fill_int(-sum));
+// Without zero points each is half the range of the codes.
+template <int Bits, bool Asymmetric>
+inline Ints correction(const Ints& zeros, int32_t sum, int32_t center) {
+  if constexpr (Asymmetric) return times_sum(zeros, sum);
+  return shift_left<Bits - 4>(fill_int(center));
 }
 
 // A group seen from one of its rows on: every array of it has four bytes per row.
@@ -71,17 +72,21 @@ struct FewRows {
   int8_t codes[8][Rows][4];
   float scales[Rows];
   int32_t sums[Rows];
+  int32_t centers[Rows];
 };
 
 // partial[r] += x_scale * integer sum, for the kStep columns of one step of a tile. Group is
-// qinfer_int8_group or FewRows.
-template <int Bits, int Rows, typename Group>
-inline void int8_step(const uint8_t* tile, const int16_t* zeros, const Group& x,
+// qinfer_int8_group or FewRows. (The loops over rows are unrolled so that all sums stay in registers.)
+template <int Bits, int Rows, bool Asymmetric, typename Group>
+inline void int8_step(const uint8_t* tile, const Ints& zeros, const Group& x,
                       Floats (&partial)[Rows]) {
   constexpr int kParts = 8 / Bits;            // quads of columns per 64 bytes of a tile
   constexpr int kLoads = kStep / 4 / kParts;  // 64-byte loads per step
   Dot<Bits> dots[Rows];
-  for (int r = 0; r < Rows; ++r) dots[r].start(correction<Bits>(zeros, x.sums[r]));
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; ++r) {
+    dots[r].start(correction<Bits, Asymmetric>(zeros, x.sums[r], x.centers[r]));
+  }
 #pragma GCC unroll 8
   for (int i = 0; i < kLoads; ++i) {
     if (Rows > 1) __builtin_prefetch(tile + i * 64 + kPrefetchBytes);
@@ -95,14 +100,15 @@ inline void int8_step(const uint8_t* tile, const int16_t* zeros, const Group& x,
       }
     }
   }
+#pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) {
-    const Ints sum = dots[r].finish(correction<Bits>(zeros, x.sums[r]));
+    const Ints sum = dots[r].finish(correction<Bits, Asymmetric>(zeros, x.sums[r], x.centers[r]));
     partial[r] = fma(to_float(sum), fill(x.scales[r]), partial[r]);
   }
 }
 
 // Rows tokens from `token` on, whose groups are `x`, times one tile.
-template <int Bits, int Rows, typename Group>
+template <int Bits, int Rows, bool Asymmetric, typename Group>
 inline void int8_tile(const qinfer_linear& op, const Group* x, int64_t token, int64_t tile) {
   constexpr int64_t kStepBytes = kStep * kLanes * Bits / 8;
   const qinfer_tiled_weight& w = op.weight;
@@ -110,58 +116,65 @@ inline void int8_tile(const qinfer_linear& op, const Group* x, int64_t token, in
   const int64_t groups = ceil_div(steps, group_steps);
   const uint8_t* data = static_cast<const uint8_t*>(w.data) + tile * steps * kStepBytes;
   const uint16_t* scales = w.scales + tile * groups * kLanes;
-  const int16_t* zeros = w.zeros ? w.zeros + tile * groups * kLanes : nullptr;
+  const int16_t* zeros = w.zeros + (Asymmetric ? tile * groups * kLanes : 0);
 
   // The lines to be written lie far apart; asked for now, they are here when the sums are.
+#pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) {
     __builtin_prefetch(op.out + (token + r) * op.out_stride + tile * kLanes, 1);
   }
   Floats total[Rows];
-  for (Floats& sum : total) sum = fill(0.0f);
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; ++r) total[r] = fill(0.0f);
   for (int64_t begin = 0; begin < steps; begin += group_steps) {
     Floats partial[Rows];
-    for (Floats& sum : partial) sum = fill(0.0f);
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) partial[r] = fill(0.0f);
+    const Ints zero = Asymmetric ? load_zeros(zeros) : fill_int(0);
     const int64_t end = smaller(steps, begin + group_steps);
     for (int64_t step = begin; step < end; ++step, data += kStepBytes) {
-      int8_step<Bits, Rows>(data, zeros, x[step], partial);
+      int8_step<Bits, Rows, Asymmetric>(data, zero, x[step], partial);
     }
     const Floats scale = load_half(scales);
+#pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) total[r] = fma(partial[r], scale, total[r]);
     scales += kLanes;
-    if (zeros) zeros += kLanes;
+    if (Asymmetric) zeros += kLanes;
   }
+#pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) write(op, token + r, tile, total[r]);
 }
 
 // Tokens [begin, begin + Rows), all of one row block, times one tile.
-template <int Bits, int Rows>
+template <int Bits, int Rows, bool Asymmetric>
 void int8_block(const qinfer_linear& op, int64_t begin, int64_t tile) {
   const int64_t steps = op.weight.in_features / kStep;
   const qinfer_int8_group* block = op.int8_rows->groups + begin / QINFER_ROW_BLOCK * steps;
-  int8_tile<Bits, Rows>(op, from_row(block, begin % QINFER_ROW_BLOCK), begin, tile);
+  int8_tile<Bits, Rows, Asymmetric>(op, from_row(block, begin % QINFER_ROW_BLOCK), begin, tile);
 }
 
 using Int8Block = void (*)(const qinfer_linear& op, int64_t begin, int64_t tile);
 
-template <int Bits, int Rows = kRows>
+template <int Bits, bool Asymmetric, int Rows = kRows>
 inline Int8Block int8_block_for(int64_t rows) {
   if constexpr (Rows == 1) {
-    return int8_block<Bits, 1>;
+    return int8_block<Bits, 1, Asymmetric>;
   } else {
-    return rows >= Rows ? int8_block<Bits, Rows> : int8_block_for<Bits, Rows - 1>(rows);
+    return rows >= Rows ? int8_block<Bits, Rows, Asymmetric>
+                        : int8_block_for<Bits, Asymmetric, Rows - 1>(rows);
   }
 }
 
-template <int Bits>
+template <int Bits, bool Asymmetric>
 void int8_unit(const qinfer_linear& op, int64_t begin, int64_t end, int64_t tile, int64_t) {
   for (int64_t token = begin; token < end; token += kRows) {
-    int8_block_for<Bits>(end - token)(op, token, tile);
+    int8_block_for<Bits, Asymmetric>(end - token)(op, token, tile);
   }
 }
 
 // All tokens of a step that has few, times tiles [begin, end). Their groups would leave most of
 // each cache line unused, so they are moved together first.
-template <int Bits, int Rows>
+template <int Bits, int Rows, bool Asymmetric>
 void int8_few(const qinfer_linear& op, int64_t begin, int64_t end) {
   alignas(64) FewRows<Rows> x[kFewBytes / sizeof(FewRows<Rows>)];
   for (int64_t step = 0; step < op.weight.in_features / kStep; ++step) {
@@ -169,17 +182,21 @@ void int8_few(const qinfer_linear& op, int64_t begin, int64_t end) {
     for (int i = 0; i < 8; ++i) __builtin_memcpy(x[step].codes[i], group.codes[i], 4 * Rows);
     __builtin_memcpy(x[step].scales, group.scales, sizeof x[step].scales);
     __builtin_memcpy(x[step].sums, group.sums, sizeof x[step].sums);
+    __builtin_memcpy(x[step].centers, group.centers, sizeof x[step].centers);
   }
-  for (int64_t tile = begin; tile < end; ++tile) int8_tile<Bits, Rows>(op, x, 0, tile);
+  for (int64_t tile = begin; tile < end; ++tile) {
+    int8_tile<Bits, Rows, Asymmetric>(op, x, 0, tile);
+  }
 }
 
 using Int8Few = void (*)(const qinfer_linear& op, int64_t begin, int64_t end);
 
 // NULL where the rows are too many or too long.
-template <int Bits>
+template <int Bits, bool Asymmetric>
 Int8Few int8_few_for(int64_t rows, int64_t columns) {
-  constexpr Int8Few kFunctions[] = {nullptr, int8_few<Bits, 1>, int8_few<Bits, 2>,
-                                    int8_few<Bits, 3>, int8_few<Bits, 4>};
+  constexpr Int8Few kFunctions[] = {nullptr, int8_few<Bits, 1, Asymmetric>,
+                                    int8_few<Bits, 2, Asymmetric>, int8_few<Bits, 3, Asymmetric>,
+                                    int8_few<Bits, 4, Asymmetric>};
   const bool fits = rows <= 4 && columns / kStep * rows * int64_t{sizeof(FewRows<1>)} <= kFewBytes;
   return fits ? kFunctions[rows] : nullptr;
 }
@@ -371,9 +388,21 @@ void float_unit(const qinfer_linear& op, int64_t begin, int64_t end, int64_t til
 using Unit = void (*)(const qinfer_linear& op, int64_t begin, int64_t end, int64_t tile,
                       int64_t tiles);
 
-Unit unit_for(const qinfer_linear& op) {
-  if (op.int8_rows == nullptr) return float_unit;
-  return op.weight.kind == QINFER_W4 ? int8_unit<4> : int8_unit<8>;
+// The functions for one kind of weight.
+struct Int8Functions {
+  Unit unit;
+  Int8Few (*few_for)(int64_t rows, int64_t columns);
+};
+
+template <int Bits>
+Int8Functions int8_functions(bool asymmetric) {
+  if (asymmetric) return {int8_unit<Bits, true>, int8_few_for<Bits, true>};
+  return {int8_unit<Bits, false>, int8_few_for<Bits, false>};
+}
+
+Int8Functions int8_functions(const qinfer_tiled_weight& w) {
+  const bool asymmetric = w.zeros != nullptr;
+  return w.kind == QINFER_W4 ? int8_functions<4>(asymmetric) : int8_functions<8>(asymmetric);
 }
 
 // Tokens per block: blocks of about equal size, whole multiples of kRows.
@@ -392,14 +421,15 @@ void linear(const void* args, int32_t thread, int32_t threads) {
   const int64_t tokens = *op.num_tokens;
   if (tokens <= 0) return;
   const int64_t tiles = ceil_div(op.weight.out_features, kLanes);
+  Unit unit = float_unit;
   if (op.int8_rows != nullptr) {
-    const auto few_for = op.weight.kind == QINFER_W4 ? int8_few_for<4> : int8_few_for<8>;
-    if (const Int8Few few = few_for(tokens, op.weight.in_features)) {
+    const Int8Functions functions = int8_functions(op.weight);
+    if (const Int8Few few = functions.few_for(tokens, op.weight.in_features)) {
       few(op, tiles * thread / threads, tiles * (thread + 1) / threads);
       return;
     }
+    unit = functions.unit;
   }
-  const Unit unit = unit_for(op);
   const int64_t block = block_tokens(op, tokens);
   const int64_t unit_tiles = op.int8_rows ? 1 : kFloatTiles;
   const int64_t columns = ceil_div(tiles, unit_tiles);

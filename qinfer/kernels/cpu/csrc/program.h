@@ -59,6 +59,7 @@ typedef struct qinfer_int8_group {
   int8_t codes[8][QINFER_ROW_BLOCK][4];  // [column / 4][row][column % 4]
   float scales[QINFER_ROW_BLOCK];
   int32_t sums[QINFER_ROW_BLOCK];
+  int32_t centers[QINFER_ROW_BLOCK];  // -8 * sum: what symmetric codes take from an integer product
 } qinfer_int8_group;
 typedef struct qinfer_int8_rows {
   qinfer_int8_group* groups;  // [rows / 8, columns / 32], aligned to 64 bytes
