@@ -197,8 +197,10 @@ void quantize_token(const qinfer_attention& op, int64_t token) {
   for (int64_t begin = 0; begin < size; begin += kChunk) {
     const int64_t count = at_most(kChunk, size - begin);
     alignas(64) float buffer[kChunk];
-    for (int64_t i = 0; i < count; ++i) {
-      buffer[i] = row[op.permutation == nullptr ? begin + i : op.permutation[begin + i]];
+    if (op.permutation == nullptr) {
+      __builtin_memcpy(buffer, row + begin, 4 * static_cast<uint64_t>(count));
+    } else {
+      for (int64_t i = 0; i < count; ++i) buffer[i] = row[op.permutation[begin + i]];
     }
     quantize_columns(buffer, begin, count, token, *op.int8_rows);
   }

@@ -89,31 +89,45 @@ class Int8Span {
     return element(elements, keys.element(key), begin);
   }
 
+  // `count` <= 16 columns of a query, zero beyond them.
+  static Floats query_columns(const float* x, int64_t count) {
+    if (count >= 16) return load(x);
+    return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1), x);
+  }
+
   void quantize_query(int64_t r) {
     const float* x = rows_.row(r);
-    int32_t amax_bits = 0;
-    for (int64_t i = 0; i < rows_.head_dim; ++i) {
-      const int32_t magnitude = static_cast<int32_t>(bits_of(x[i]) & 0x7fffffffu);
-      amax_bits = magnitude > amax_bits ? magnitude : amax_bits;
+    __m512i most = _mm512_setzero_si512();  // as bits, so that infinity and NaN are above all
+    for (int64_t i = 0; i < rows_.head_dim; i += 16) {
+      const __m512i bits = as_ints(query_columns(x + i, rows_.head_dim - i));
+      most = _mm512_max_epu32(most, _mm512_and_si512(bits, splat_int(0x7fffffff)));
     }
-    const float amax = float_of(static_cast<uint32_t>(amax_bits));
-    const bool finite = amax_bits < static_cast<int32_t>(kInfinityBits);
+    const uint32_t amax_bits = _mm512_reduce_max_epu32(most);
+    const float amax = float_of(amax_bits);
+    const bool finite = amax_bits < kInfinityBits;
     const float inverse = finite && amax > kSmallest ? kQueryCodes / amax : 0.0f;
     q_scales_[r] = finite ? amax / kQueryCodes * rows_.scale : float_of(kNanBits);
     int8_t* to = reinterpret_cast<int8_t*>(q_ + r * quads_ * 2);
-    int32_t sums[2] = {};
-    for (int64_t i = 0; i < 4 * quads_; ++i) {
-      const float scaled = inverse > 0.0f && i < rows_.head_dim ? x[i] * inverse : 0.0f;
-      const int32_t code = static_cast<int32_t>(bits_of(scaled + kToInteger) - kToIntegerBits);
-      const int32_t high = (code + 64) >> 7;  // code = 128 high + low, -64 <= low < 64
-      const int32_t low = code - 128 * high;
-      to[i / 4 * 8 + i % 4] = static_cast<int8_t>(high);
-      to[i / 4 * 8 + 4 + i % 4] = static_cast<int8_t>(low);
-      sums[0] += high;
-      sums[1] += low;
+    __m512i high_sums = _mm512_setzero_si512();
+    __m512i low_sums = _mm512_setzero_si512();
+    for (int64_t i = 0; i < 4 * quads_; i += 16) {
+      const Floats scaled = mul(query_columns(x + i, rows_.head_dim - i), splat(inverse));
+      // Where the query is not finite its scale says so; the codes are 0.
+      const __m512i code = inverse > 0.0f ? _mm512_cvtps_epi32(scaled) : _mm512_setzero_si512();
+      // code = 128 high + low, -64 <= low < 64
+      const __m512i high = _mm512_srai_epi32(add_int(code, splat_int(64)), 7);
+      const __m512i low = _mm512_sub_epi32(code, _mm512_slli_epi32(high, 7));
+      high_sums = add_int(high_sums, high);
+      low_sums = add_int(low_sums, low);
+      // Four high bytes, then their low bytes.
+      const __m128i highs = _mm512_cvtepi32_epi8(high), lows = _mm512_cvtepi32_epi8(low);
+      const __m256i bytes = _mm256_set_m128i(_mm_unpackhi_epi32(highs, lows),
+                                             _mm_unpacklo_epi32(highs, lows));
+      const int64_t rest = at_most(4 * quads_ - i, 16);
+      _mm256_mask_storeu_epi32(to + 2 * i, static_cast<__mmask8>((1u << rest / 2) - 1), bytes);
     }
-    q_starts_[2 * r] = -128 * sums[0];
-    q_starts_[2 * r + 1] = -128 * sums[1];
+    q_starts_[2 * r] = -128 * _mm512_reduce_add_epi32(high_sums);
+    q_starts_[2 * r + 1] = -128 * _mm512_reduce_add_epi32(low_sums);
   }
 
   // 16 keys from `first` on: vector i of their block holds bytes 4 i ... 4 i + 3 of every key.

@@ -19,6 +19,7 @@ constexpr int64_t kTileRows = 48;   // query rows that share a span's conversion
 constexpr int64_t kRowBlock = 6;    // rows whose scores are in the cache together
 constexpr int64_t kStateHead = 16;  // floats before a row's mixed values: maximum, sum, padding
 constexpr int64_t kKeyCost = 6;     // converting a key costs as much as this many rows of it
+constexpr int64_t kTileKeys = 40;   // beginning and finishing a tile costs as much as so many keys
 
 constexpr int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -102,11 +103,12 @@ class Plan {
         ++found.tile.index;  // the end, unless another tile follows
         return true;
       }
-      const int64_t key = tile.key_begin + (target - start) / span_cost(tile, 1);
+      const int64_t within = at_least(target - start - span_cost(tile, kTileKeys), 0);
+      const int64_t key = tile.key_begin + within / span_cost(tile, 1);
       found.span = key / kSpan;
       const int64_t begin = at_least(found.span * kSpan, tile.key_begin);
       const int64_t end = at_most((found.span + 1) * kSpan, tile.key_end);
-      const int64_t rest = target - start - span_cost(tile, begin - tile.key_begin);
+      const int64_t rest = within - span_cost(tile, begin - tile.key_begin);
       found.kv_head = rest / (tile.key_cost * (end - begin));
       found.inside = found.span > tile.first_span || found.kv_head > 0;
       return false;
@@ -141,7 +143,9 @@ class Plan {
   int64_t span_cost(const Tile& tile, int64_t keys) const {
     return keys * tile.key_cost * op_.pages.num_kv_heads;
   }
-  int64_t cost(const Tile& tile) const { return span_cost(tile, tile.key_end - tile.key_begin); }
+  int64_t cost(const Tile& tile) const {
+    return span_cost(tile, tile.key_end - tile.key_begin + kTileKeys);
+  }
 
   float* aligned() const {
     const uintptr_t address = reinterpret_cast<uintptr_t>(op_.scratch);

@@ -294,7 +294,7 @@ def test_a_buffer_pads_its_columns() -> None:
     int8, program = Int8Buffer(3, 40), Program()
     assert int8.shape == (3, 64)
     assert int8.scales.shape == int8.sums.shape == (3, 2)
-    assert int8.nbytes == 2 * 8 * (32 + 4 + 4)
+    assert int8.nbytes == 2 * 8 * (32 + 4 + 4 + 4)
     program.quantize(torch.full((3, 40), -0.5), count(3), int8)
     program.run(1)
     assert torch.equal(int8.sums, torch.tensor([[-127 * 32, -127 * 8]] * 3, dtype=torch.int32))
