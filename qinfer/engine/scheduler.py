@@ -285,7 +285,7 @@ class Scheduler:
     def _yield_to_better(self) -> list[Request]:
         """Preempt what the first waiting request lacks from requests of a worse class."""
         request = next((r for r in self._waiting if not self._is_held(r)), None)
-        if request is None:
+        if request is None or not self._running or self._running[-1].rank[0] <= request.rank[0]:
             return []
         kept = [r for r in self._running if r.rank[0] <= request.rank[0]]
         held = {block for r in kept for block in r.block_ids}

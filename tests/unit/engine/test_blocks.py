@@ -164,3 +164,76 @@ def test_peak_counts_the_busiest_moment() -> None:
     blocks.grow(request, 17)
     blocks.release(request)
     assert (blocks.num_used, blocks.peak_used) == (0, 5)
+
+
+def test_a_fork_takes_no_blocks_and_the_first_to_write_gets_a_copy() -> None:
+    blocks = BlockManager(4, 4)
+    parent, child = make([*range(6)]), make([*range(6), 9])
+    blocks.admit(parent)
+    compute(blocks, parent)
+    blocks.fork(parent, child)
+    assert (child.num_computed, blocks.num_used) == (6, 2)
+    shared = parent.block_ids[1]
+    assert blocks.grow(child, 7)
+    assert blocks.take_copies() == ((shared, child.block_ids[1]),)
+    assert blocks.take_copies() == ()
+    assert blocks.grow(parent, 7)  # alone in its block now: no copy
+    assert parent.block_ids[1] == shared
+    assert blocks.take_copies() == ()
+    blocks.check_integrity([parent, child])
+
+
+def test_a_fork_shares_only_what_both_have_in_common() -> None:
+    blocks = BlockManager(8, 4)
+    parent = make([*range(10)])
+    blocks.admit(parent)
+    compute(blocks, parent)
+    early = make([0, 1, 2, 3, 4, 60, 61])
+    blocks.fork(parent, early)
+    assert early.num_computed == 5
+    # The block that it goes on in is full and cached, so even its last holder copies it.
+    cached = early.block_ids[1]
+    blocks.release(parent)
+    assert blocks.grow(early, 7)
+    assert blocks.take_copies() == ((cached, early.block_ids[1]),)
+    again = make([*range(10)])
+    blocks.admit(again)
+    assert again.num_computed == 8
+    blocks.check_integrity([early, again])
+
+
+def test_without_room_for_a_copy_nothing_is_taken() -> None:
+    blocks = BlockManager(2, 4)
+    parent, child = make([*range(6)]), make([*range(6), 9])
+    blocks.admit(parent)
+    compute(blocks, parent)
+    blocks.fork(parent, child)
+    assert not blocks.grow(child, 7)
+    assert blocks.take_copies() == ()
+    assert child.block_ids == parent.block_ids
+    blocks.release(parent)
+    assert blocks.grow(child, 7)
+    blocks.check_integrity([child])
+
+
+def test_a_sample_is_admitted_with_its_sibling_blocks_and_a_copy_of_the_partial_one() -> None:
+    for caching in (True, False):
+        blocks = BlockManager(8, 4, enable_prefix_caching=caching)
+        first, second = make([*range(7)]), make([*range(7)])
+        blocks.admit(first)
+        compute(blocks, first)
+        assert blocks.admit(second, sibling=first)
+        assert second.num_computed == 6
+        assert second.block_ids[0] == first.block_ids[0]
+        assert blocks.take_copies() == ((first.block_ids[1], second.block_ids[1]),)
+        blocks.check_integrity([first, second])
+
+
+def test_shrinking_gives_the_tail_back() -> None:
+    blocks = BlockManager(4, 4)
+    request = make([*range(5)])
+    blocks.admit(request)
+    blocks.grow(request, 16)
+    blocks.shrink(request, 5)
+    assert (len(request.block_ids), blocks.num_idle) == (2, 2)
+    blocks.check_integrity([request])

@@ -8,7 +8,7 @@ from support.fake_engine import EOS, VOCAB, drain, make_core, outputs
 
 from qinfer.engine.admission import Limits
 from qinfer.engine.params import SamplingParams
-from qinfer.errors import CapacityError, RequestError
+from qinfer.errors import CapacityError, OverloadedError, RequestError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -288,3 +288,64 @@ def test_prefix_hits_are_counted_and_reported_in_usage() -> None:
     assert stats.prompt_tokens == 54
     assert (stats.running, stats.waiting) == (0, 0)
     assert stats.free_blocks == stats.num_blocks
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_samples_compute_their_prompt_once(caching: bool) -> None:
+    """The prompt, its last token once more per further sample, and the outputs but the last."""
+    params = SamplingParams(temperature=1.0, seed=7, n=4, max_tokens=6, ignore_eos=True)
+    core, runner = make_core(enable_prefix_caching=caching)
+    core.add_request("n", prompt_of(0, 22), params)
+    together = outputs(drain(core))
+    assert sum(runner.num_tokens) == 22 + 3 + 4 * 5
+    assert core.stats().computed_tokens == sum(runner.num_tokens)
+    one_by_one, _ = make_core(max_running=1, enable_prefix_caching=False)
+    one_by_one.add_request("n", prompt_of(0, 22), params)
+    assert outputs(drain(one_by_one)) == together
+    assert len(set(map(tuple, together.values()))) == 4
+
+
+def test_samples_survive_preemption() -> None:
+    """E16: a preempted sample shares its prompt again, and its text stays what it was."""
+    params = SamplingParams(temperature=1.0, seed=7, n=3, max_tokens=20, ignore_eos=True)
+    texts = []
+    for num_blocks in (64, 11):
+        core, _ = make_core(num_blocks=num_blocks, enable_prefix_caching=False)
+        core.add_request("n", prompt_of(0, 18), params)
+        texts.append(outputs(drain(core)))
+    assert core.stats().preemptions > 0
+    assert texts[0] == texts[1]
+
+
+def test_priority_changes_the_order_and_no_text() -> None:
+    core, _ = make_core(num_blocks=12, max_running=2)
+    prompts = {name: prompt_of(seed, 14) for seed, name in enumerate(("low", "mid", "high"))}
+    params = {
+        name: SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, priority=priority)
+        for name, priority in (("low", 9), ("mid", 5), ("high", -1))
+    }
+    ends = []
+    for name, prompt in prompts.items():
+        core.add_request(name, prompt, params[name])
+    result: dict[str, list[int]] = {}
+    while core.has_unfinished:
+        for event in core.step():
+            result.setdefault(event.request_id, []).extend(event.token_ids)
+            if event.finish_reason:
+                ends.append(event.request_id)
+    assert ends == ["high", "mid", "low"]
+    for name, prompt in prompts.items():
+        assert result[name] == solo(prompt, params[name])
+
+
+def test_a_full_queue_refuses_and_leaves_nothing_behind() -> None:
+    """S04: more than may wait is refused; the samples of one prompt come in together."""
+    core, _ = make_core(max_running=1, max_queue=1)
+    core.add_request("a", [1, 2], SamplingParams(max_tokens=2, n=3))
+    before = core.stats()
+    with pytest.raises(OverloadedError, match="max_queue"):
+        core.add_request("b", [1, 2], GREEDY)
+    assert core.stats() == before
+    drain(core)
+    core.add_request("b", [1, 2], GREEDY)
+    drain(core)

@@ -10,6 +10,7 @@ from support.checkpoints import edit_json, write_tiny
 from qinfer.engine import load
 from qinfer.engine.config import EngineConfig
 from qinfer.engine.load import Source, load_engine
+from qinfer.engine.static import StaticScheduler
 from qinfer.errors import ConfigError
 
 
@@ -33,6 +34,30 @@ def test_final_settings_hold_no_auto(tiny_llama: Path) -> None:
     assert config.max_model_len == 128
     assert engine.pool.num_blocks == 2 * 128 // config.block_size
     assert engine.decoder.max_positions >= config.max_model_len
+
+
+def test_k05_cached_blocks_belong_to_one_model_and_one_kv_scheme(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    """K05: two engines whose caches hold different numbers never agree on a hash."""
+    other = write_tiny(tmp_path / "other")
+    engines = [
+        load_engine(tiny_llama, EngineConfig(), Source()),
+        load_engine(tiny_llama, EngineConfig(kv_cache_dtype="int8"), Source()),
+        load_engine(tiny_llama, EngineConfig(activations="exact"), Source()),
+        load_engine(other, EngineConfig(), Source()),
+    ]
+    assert len({engine.core.scheduler.blocks._root for engine in engines}) == 4
+
+
+def test_settings_reach_the_scheduler_and_the_pool(tiny_llama: Path) -> None:
+    config = EngineConfig(batching="static", num_blocks=7, max_queue=5, max_num_seqs=3)
+    engine = load_engine(tiny_llama, config, Source())
+    scheduler = engine.core.scheduler
+    assert isinstance(scheduler, StaticScheduler)
+    assert (scheduler.max_queue, scheduler.max_running) == (5, 3)
+    assert engine.pool.num_blocks == scheduler.blocks.num_blocks == 7
+    assert engine.config.max_model_len == 7 * 16
 
 
 def test_end_tokens_outside_the_vocabulary_are_reported_and_dropped(
