@@ -1,7 +1,8 @@
 """Environment variables: the only module that reads them.
 
 `QINFER_CACHE` is the folder for converted models (default `~/.cache/qinfer`);
-`QINFER_NATIVE=0` runs without the C++ kernels, as on a machine that has no compiler.
+`QINFER_NATIVE=0` runs without the C++ kernels, as on a machine that has no compiler;
+`QINFER_API_KEYS` holds the keys that `qinfer serve` asks for, separated by commas.
 The model hub's own variables (`HF_TOKEN`, `HF_HUB_OFFLINE`, …) are read by huggingface_hub.
 """
 
@@ -36,3 +37,11 @@ def native_enabled() -> bool:
     if value not in {"0", "1"}:
         raise ConfigError(f"QINFER_NATIVE is {value!r}; it must be 0 or 1")
     return value == "1"
+
+
+def api_keys() -> str | None:
+    """Return the server's API keys, separated by commas; None if there are none.
+
+    They have no option, since every user of a machine can see the options of every process.
+    """
+    return os.environ.get("QINFER_API_KEYS") or None

@@ -18,6 +18,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
+from qinfer.engine.beams import BeamParams
 from qinfer.engine.core import EngineCore
 from qinfer.engine.latency import Clock, Latencies
 from qinfer.engine.metrics import EngineStats
@@ -33,11 +34,14 @@ MAX_RETRY_SECONDS = 120
 _log = logging.getLogger(__name__)
 
 
+Params = SamplingParams | BeamParams
+
+
 @dataclass(frozen=True, slots=True)
 class _Add:
     key: str
     prompt: tuple[int, ...]
-    params: SamplingParams
+    params: Params
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +122,13 @@ class AsyncEngine:
     async def generate(
         self,
         prompt_token_ids: Sequence[int],
-        params: SamplingParams,
+        params: Params,
         request_id: str,
     ) -> AsyncGenerator[TokenEvent, None]:
         """Yield the events of a request's `n` samples as they come, told apart by their index.
 
-        Closing the generator before its end aborts the request at the next step.
+        A beam search tells of nothing but the ends of its best sequences. Closing the generator
+        before its end aborts the request at the next step.
 
         Raises:
             RequestError: the request is invalid, too long (ContextLengthError), or its id in use.
@@ -138,7 +143,7 @@ class AsyncEngine:
     async def stream(
         self,
         prompts: Mapping[str, Sequence[int]],
-        params: SamplingParams,
+        params: Params,
         *,
         on_end: OnEnd | None = None,
     ) -> AsyncGenerator[list[StreamItem], None]:
@@ -193,7 +198,7 @@ class AsyncEngine:
         return min(max(math.ceil(seconds), 1), MAX_RETRY_SECONDS)
 
     def _open(
-        self, prompts: Mapping[str, Sequence[int]], params: SamplingParams, on_end: OnEnd | None
+        self, prompts: Mapping[str, Sequence[int]], params: Params, on_end: OnEnd | None
     ) -> Stream:
         """Check requests, pass them to the engine thread, and return their stream."""
         if not self.healthy:

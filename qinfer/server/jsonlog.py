@@ -113,7 +113,7 @@ class _LogFile:
     def __init__(self, target: str) -> None:
         self._path = None if target == STDOUT else Path(target)
         self._fd = sys.stdout.fileno() if self._path is None else _open(self._path)
-        self._torn = False
+        self._torn = self._path is not None and _ends_torn(self._path)
 
     def write(self, lines: list[bytes]) -> int:
         """Write lines and return how many got in whole.
@@ -154,8 +154,19 @@ class _LogFile:
         if named is None or (named.st_dev, named.st_ino) != (opened.st_dev, opened.st_ino):
             fresh = _open(self._path)
             os.close(self._fd)
-            self._fd, self._torn = fresh, False
+            self._fd, self._torn = fresh, _ends_torn(self._path)
 
 
 def _open(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+
+
+def _ends_torn(path: Path) -> bool:
+    """Tell whether a file ends within a line, as after kill -9 or on a disk that was full."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"

@@ -48,7 +48,7 @@ def make_registry(
     return registry
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # a registry tells collectors apart by identity
 class _Numbers(Collector):
     """Reads the numbers at every scrape."""
 
@@ -92,7 +92,16 @@ class _Numbers(Collector):
                 stats.prefix_query_tokens,
             ),
             "prefix_cache_hits": ("Of them, those found.", stats.prefix_hit_tokens),
+            "shared_prompt_tokens": (
+                "Prompt tokens that a sample took over from another one of its prompt.",
+                stats.shared_tokens,
+            ),
             "num_preemptions": ("Times a sequence lost its cache blocks.", stats.preemptions),
+            "spec_decode_num_draft_tokens": ("Tokens proposed by drafts.", stats.draft_tokens),
+            "spec_decode_num_accepted_tokens": (
+                "Of them, those that came true.",
+                stats.accepted_draft_tokens,
+            ),
         }
         for name, (text, value) in tokens.items():
             yield self._counter(name, text, value)

@@ -1,7 +1,8 @@
 """What an operator decides about a server, apart from the model it serves."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 from qinfer.engine.aio import DEFAULT_MAX_REQUESTS
 from qinfer.server.auth import KeyRing
@@ -31,3 +32,7 @@ class OperationSettings:
     max_concurrent_requests: int = DEFAULT_MAX_REQUESTS
     memory: Mapping[str, int] = field(default_factory=dict)
     limits: Mapping[str, int] = field(default_factory=dict)
+
+    def with_engine(self, *, memory: Mapping[str, int], limits: Mapping[str, int]) -> Self:
+        """Return the settings with what is known once the model is loaded."""
+        return replace(self, memory=memory, limits=limits)

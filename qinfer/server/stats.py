@@ -35,7 +35,11 @@ class EngineNumbers(BaseModel):
     preemptions: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
+    shared_tokens: int
     computed_tokens: int
+    draft_tokens: int
+    accepted_draft_tokens: int
+    padding_tokens: int
     prompt_tokens: int
     generation_tokens: int
     finished: dict[str, int]

@@ -13,10 +13,13 @@ import uvicorn
 from qinfer.engine.aio import AsyncEngine
 from qinfer.engine.llm import LLM
 from qinfer.server.app import create_app
-from qinfer.server.run import bind, url_of
+from qinfer.server.listen import bind, url_of
+from qinfer.server.run import uvicorn_config
 from qinfer.server.service import ServerSettings
+from qinfer.server.settings import OperationSettings
 
 DEADLINE_SECONDS = 30
+TLS_FILES = Path(__file__).parent / "tls"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +63,19 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def live_server(model: Path, **options: Any) -> Iterator[Live]:
+def live_server(
+    model: Path, *, operations: OperationSettings | None = None, **options: Any
+) -> Iterator[Live]:
     """Serve a model under the name `m` until the block ends; `options` are those of `LLM`."""
     with bind("127.0.0.1", 0) as sock, LLM(model, threads=1, **options) as llm:
         engine = AsyncEngine(llm.core)
         settings = ServerSettings(
-            served_model_names=("m",), max_model_len=llm.core.limits.max_model_len
+            served_model_names=("m",),
+            max_model_len=llm.core.limits.max_model_len,
+            operations=operations or OperationSettings(),
         )
         app = create_app(engine, llm.tokenizer, settings)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+        server = uvicorn.Server(uvicorn_config(app, None))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
         thread.start()
         try:

@@ -1,52 +1,33 @@
 """`qinfer serve` as a process of its own: start, one line, SIGTERM; and its dry run."""
 
 import json
-import os
 import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
-from contextlib import contextmanager
 
 import httpx
 import pytest
 from click.testing import CliRunner
 from support.checkpoints import edit_json
+from support.server_process import DEADLINE_SECONDS, serving
 
 from qinfer.cli.main import cli
 from qinfer.errors import ConfigError
 
-DEADLINE_SECONDS = 60
-
-
-@contextmanager
-def serving(model, *arguments):
-    """Run `qinfer serve` on a free port; yields the process and its URL."""
-    command = [sys.executable, "-c", "from qinfer.cli.main import main; main()", "serve"]
-    process = subprocess.Popen(
-        [*command, str(model), "--port", "0", "--threads", "1", *arguments],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"COLUMNS": "500"},
-    )
-    assert process.stderr is not None
-    try:
-        line = process.stderr.readline()
-        found = re.search(r"http://\S+:\d+", line)
-        assert found, line + process.stderr.read()
-        yield process, found.group(), line
-    finally:
-        process.kill()
-        process.wait(DEADLINE_SECONDS)
-        process.stderr.close()
-
 
 def test_s10_sigterm_in_mid_stream(script_model):
     arguments = ("--served-model-name", "abc", "--kv-cache-dtype", "int8")
-    with serving(script_model, *arguments) as (process, url, line):
-        assert re.search(r"serving abc at .*weights .* MB, int8 KV .* largest context 512", line)
+    with serving(script_model, *arguments) as served:
+        process, url = served.process, served.url
+        for part in (
+            "serving abc at http://127.0.0.1:",
+            r"weights [\d.]+ MB, int8 KV for [\d,]+ tokens, largest context 512, ",
+            r"32 requests at once",
+            r"sampling temperature 1, top_k 0",
+            "no API keys, no TLS",
+        ):
+            assert re.search(part, served.line)
         body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
             chunks = response.iter_lines()
@@ -60,7 +41,7 @@ def test_s10_sigterm_in_mid_stream(script_model):
         assert process.wait(DEADLINE_SECONDS) == 0
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health")
-        assert process.stderr.read() == ""  # a quiet log
+        assert served.before + served.rest() == ""  # a quiet log
 
 
 def run(*arguments):
@@ -102,7 +83,7 @@ def test_s11_a_template_with_a_syntax_error_ends_the_start(script_model, tmp_pat
         run(script_model, "--dry-run", "--chat-template", template)
 
 
-def ready_at_once(app, sock, *, on_ready):
+def ready_at_once(app, sock, settings, *, on_ready):
     """Stand in for serving: tell that it is ready, and return."""
     on_ready()
 
@@ -112,7 +93,33 @@ def test_an_open_address_is_warned_about(script_model, monkeypatch, host, warns)
     monkeypatch.setattr("qinfer.cli.serve.serve", ready_at_once)
     result = run(script_model, "--host", host, "--port", 0)
     assert "serving" in result.stderr
-    assert ("no authentication" in result.stderr) is warns
+    for missing in ("no authentication", "no encryption"):
+        assert (missing in result.stderr) is warns
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ssl-keyfile", "key.pem"], "needs --ssl-certfile"),
+        (["--ssl-certfile", "none.pem"], "--ssl-certfile none.pem is no file"),
+        (["--api-key-file", "none"], "cannot be read"),
+        (["--log-prompts"], "needs --request-log"),
+        (["--request-log", "/proc/none"], "cannot be written"),
+        (["--cors-origin", "example.org"], "is no origin"),
+        (["--cors-origin", "https://example.org/"], "is no origin"),
+        (["--audit-log", "no/such/folder"], "is no folder"),
+        (["--drain-timeout", "-1"], "not in the range"),
+    ],
+)
+def test_mistakes_show_before_the_model_is_loaded(arguments, message):
+    try:
+        result = run("/there/is/no/model", "--port", 0, *arguments)
+    except ConfigError as error:
+        text = str(error)
+    else:
+        assert result.exit_code == 2
+        text = " ".join(result.stderr.split())
+    assert message in text
 
 
 def test_e06_defaults_of_the_model_are_told_at_the_start(script_model, tmp_path, monkeypatch):

@@ -9,7 +9,13 @@ from qinfer.engine.aio import AsyncEngine
 from qinfer.engine.core import EngineCore
 from qinfer.engine.params import SamplingParams
 from qinfer.engine.request import TokenEvent
-from qinfer.errors import CapacityError, ContextLengthError, QinferError, RequestError
+from qinfer.errors import (
+    CapacityError,
+    ContextLengthError,
+    OverloadedError,
+    QinferError,
+    RequestError,
+)
 from qinfer.kvcache.inputs import ModelInputs, ModelOutput
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -175,8 +181,9 @@ def test_refusals_come_before_anything_is_queued() -> None:
         await asyncio.sleep(0)
         with pytest.raises(RequestError, match="already in use"):
             await collect(engine, [1], GREEDY, "x")
-        with pytest.raises(CapacityError, match="try again later"):
+        with pytest.raises(OverloadedError, match="try again later") as refused:
             await collect(engine, [1], GREEDY, "y")
+        assert refused.value.retry_after == 1  # nothing has ended yet, so nothing is known
         gate.may_run.release(100)
         assert tokens_of(await running) == solo([1], GREEDY)
         await engine.stop()
@@ -247,6 +254,135 @@ def test_bad_rows_end_one_stream_with_the_reason() -> None:
         assert "model.layers.1" in (bad[-1].error or "")
         assert tokens_of(good) == solo([1, 2], GREEDY)
         assert engine.healthy
+        await engine.stop()
+
+    asyncio.run(main())
+
+
+def test_one_stream_for_several_prompts() -> None:
+    async def main() -> None:
+        core, _ = make_core()
+        engine = AsyncEngine(core)
+        await engine.start()
+        prompts = {f"x-{i}": [i, i + 1, 7] for i in range(5)}
+        ends = []
+        texts: dict[int, list[int]] = {number: [] for number in range(5)}
+        stream = engine.stream(prompts, GREEDY, on_end=lambda _, times: ends.append(times))
+        async with aclosing(stream):
+            async for batch in stream:
+                for number, event in batch:
+                    assert event.request_id == f"x-{number}"
+                    texts[number] += event.token_ids
+        assert texts == {i: solo([i, i + 1, 7], GREEDY) for i in range(5)}
+        assert [times.tokens for times in ends] == [8] * 5
+        assert all(0 <= times.queue <= times.ttft <= times.total for times in ends)
+        assert engine.num_open == 0
+        await engine.stop()
+
+    asyncio.run(main())
+
+
+def test_of_several_prompts_none_runs_if_one_is_refused() -> None:
+    async def main() -> None:
+        core, _ = make_core()
+        engine = AsyncEngine(core, max_requests=2)
+        await engine.start()
+        with pytest.raises(RequestError, match="empty"):
+            await anext(engine.stream({"a": [1], "b": []}, GREEDY))
+        with pytest.raises(OverloadedError, match="0 requests are open and the limit is 2"):
+            await anext(engine.stream({"a": [1], "b": [2], "c": [3]}, GREEDY))
+        assert engine.num_open == 0
+        assert engine.stats().prompt_tokens == 0
+        await engine.stop()
+
+    asyncio.run(main())
+
+
+def test_what_the_engine_refuses_in_its_own_thread_hurts_nobody_else(monkeypatch) -> None:
+    """S10: such an error once ended the engine; it belongs to the request that caused it."""
+
+    async def main() -> None:
+        core, _ = make_core()
+        engine = AsyncEngine(core)
+        await engine.start()
+        add = core.add_request
+
+        def refuse(request_id, prompt, params):
+            if request_id.startswith("bad"):
+                raise OverloadedError("the queue is full")
+            add(request_id, prompt, params)
+
+        monkeypatch.setattr(core, "add_request", refuse)
+        good = asyncio.create_task(collect(engine, [1, 2], GREEDY, "good"))
+        with pytest.raises(OverloadedError, match="the queue is full"):
+            await collect(engine, [3, 4], GREEDY, "bad")
+        assert tokens_of(await good) == solo([1, 2], GREEDY)
+        assert engine.healthy
+        assert engine.num_open == 0
+        await engine.stop()
+
+    asyncio.run(main())
+
+
+def test_a_reader_that_leaves_too_much_unread_loses_its_request(monkeypatch) -> None:
+    """S01: a slow reader of a stream must not grow memory without bound."""
+    monkeypatch.setattr("qinfer.engine.aio.MAX_UNREAD_EVENTS", 20)
+
+    async def main() -> None:
+        core, gate = gated()
+        engine = AsyncEngine(core)
+        await engine.start()
+        slow = engine.stream({"slow": [1, 2]}, LONG)
+        gate.may_run.release(2)
+        await anext(slow)
+        gate.may_run.release(1000)
+        assert tokens_of(await collect(engine, [3, 4], GREEDY, "quick")) == solo([3, 4], GREEDY)
+        await settle(engine)
+        rest = [event async for batch in slow for _, event in batch]
+        assert len(rest) == 20 + 2  # one too many, and the end
+        assert rest[-1].finish_reason == "error"
+        assert "reads too slowly" in (rest[-1].error or "")
+        assert engine.stats().free_blocks == engine.stats().num_blocks
+        assert engine.latencies.ended == {"error": 1, "length": 1}
+        await engine.stop()
+
+    asyncio.run(main())
+
+
+def test_abort_all_ends_everything_that_is_open() -> None:
+    async def main() -> None:
+        core, gate = gated(max_running=1)
+        engine = AsyncEngine(core)
+        await engine.start()
+        tasks = [asyncio.create_task(collect(engine, [i], LONG, str(i))) for i in range(3)]
+        await asyncio.sleep(0)
+        engine.abort_all()
+        assert [(await task)[-1].finish_reason for task in tasks] == ["abort"] * 3
+        gate.may_run.release(1000)
+        await settle(engine)
+        assert engine.latencies.ended == {"abort": 3}
+        assert tokens_of(await collect(engine, [1], GREEDY, "0")) == solo([1], GREEDY)
+        await engine.stop()
+
+    asyncio.run(main())
+
+
+def test_the_estimate_of_when_to_come_back() -> None:
+    async def main() -> None:
+        core, gate = gated(max_running=2)
+        engine = AsyncEngine(core)
+        await engine.start()
+        for running, waiting in ((10.0, 0.0), (30.0, 0.0)):  # a mean of 20 seconds at work
+            engine.latencies.total.add(running)
+            engine.latencies.queue.add(waiting)
+        tasks = [asyncio.create_task(collect(engine, [i], LONG, str(i))) for i in range(5)]
+        await asyncio.sleep(0)
+        gate.may_run.release(1)
+        while engine.stats().running < 2:
+            await asyncio.sleep(0.001)
+        assert engine.retry_after() == 30  # three wait for two places of 20 seconds
+        gate.may_run.release(1000)
+        await asyncio.gather(*tasks)
         await engine.stop()
 
     asyncio.run(main())
