@@ -4,7 +4,8 @@ A step yields tokens and takes seconds. Drafting one token more is worth it as l
 that it is expected to add, per second that it adds, exceed what the step yields per second without
 it. Both sides are measured while the engine runs: the seconds of a step by its number of tokens,
 the seconds of the drafter, and the share of drafted tokens that came true, per request and over
-all of them. Where it does not pay it is left out, and tried again now and then.
+all of them. Where it does not pay it is left out, and tried again now and then; where it does, a
+step without drafts shows now and then what one costs.
 
 The choice depends on a clock, so two runs may draft differently; no token depends on it.
 """
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 
 PROBE_EVERY = 32
 PROBE_LENGTH = 2
+PLAIN_EVERY = 64
 
 _MAX_STEP = 512  # larger steps are prefill, and tell nothing about verifying a few tokens
 _STEP_WEIGHT = 0.15
@@ -55,6 +57,10 @@ class StepCosts:
         (low,), (high,) = below, above
         share = (num_tokens - low) / (high - low)
         return (1 - share) * self._seconds[low] + share * self._seconds[high]
+
+    def knows(self, num_tokens: int) -> bool:
+        """Tell whether a step of that size, or a smaller one, was measured."""
+        return bool(self._sizes) and self._sizes[0] <= num_tokens
 
     def extra(self, num_tokens: int, num_more: int) -> float:
         """Return the seconds that `num_more` tokens add to a step, at least 0."""
@@ -98,6 +104,7 @@ class Payoff:
         self._max_length = max_length
         self._rate = Rate()
         self._requests: dict[str, _History] = {}
+        self._steps_drafted = 0
         self._draft_seconds: float | None = None  # of the drafter, per token of the longest draft
 
     def add_draft(self, longest: int, seconds: float) -> None:
@@ -119,35 +126,34 @@ class Payoff:
         """Let go of a request that has ended."""
         self._requests.pop(request_id, None)
 
-    def lengths(
-        self, request_ids: Sequence[str], rooms: Sequence[int], num_others: int = 0
-    ) -> list[int]:
+    def lengths(self, request_ids: Sequence[str], rooms: Sequence[int]) -> list[int]:
         """Return how many tokens to draft for each request that decodes in the next step.
 
         Args:
             request_ids: the requests.
             rooms: tokens that may still be drafted for each.
-            num_others: tokens that the step computes besides.
         """
         histories = [self._history(request_id) for request_id in request_ids]
-        lengths = self._worthwhile(histories, rooms, num_others)
+        if not self.steps.knows(len(histories)) or self._steps_drafted == PLAIN_EVERY:
+            self._steps_drafted = 0
+            return [0] * len(histories)
+        lengths = self._worthwhile(histories, rooms)
         for index, history in enumerate(histories):
             history.idle_steps = 0 if lengths[index] else history.idle_steps + 1
             if history.idle_steps >= PROBE_EVERY and rooms[index]:
                 lengths[index] = min(PROBE_LENGTH, rooms[index], self._max_length)
                 history.idle_steps = 0
+        self._steps_drafted += any(lengths)
         return lengths
 
-    def _worthwhile(
-        self, histories: Sequence[_History], rooms: Sequence[int], num_others: int
-    ) -> list[int]:
+    def _worthwhile(self, histories: Sequence[_History], rooms: Sequence[int]) -> list[int]:
         """Return the lengths that are expected to yield most tokens per second.
 
         Depths are tried to the last: the second row of a step may cost more than the next ones.
         """
         prior = self._rate.value(_FIRST_GUESS)
         rates = [history.rate.value(prior) for history in histories]
-        size = num_others + len(rates)
+        size = len(rates)
         gained, seconds = float(len(rates)), self.steps.estimate(size)
         slope = self.steps.extra(size, len(rates) * self._max_length)
         slope /= max(len(rates) * self._max_length, 1)
@@ -165,7 +171,9 @@ class Payoff:
             gained += sum(rates[index] ** depth for index in drafting)
             seconds += self.steps.extra(size, len(drafting)) + (self._draft_seconds or 0.0)
             size += len(drafting)
-            lengths = [depth if index in drafting else old for index, old in enumerate(lengths)]
+            lengths = list(lengths)
+            for index in drafting:
+                lengths[index] = depth
             if gained * best_seconds >= best_gained * seconds:
                 best, best_gained, best_seconds = lengths, gained, seconds
         return best

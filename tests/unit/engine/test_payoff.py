@@ -1,6 +1,6 @@
 import pytest
 
-from qinfer.engine.payoff import PROBE_EVERY, PROBE_LENGTH, Payoff, Rate, StepCosts
+from qinfer.engine.payoff import PLAIN_EVERY, PROBE_EVERY, PROBE_LENGTH, Payoff, Rate, StepCosts
 
 
 def make(*, per_step: float = 1.0, per_token: float = 0.0, draft: float = 0.0) -> Payoff:
@@ -57,8 +57,12 @@ def test_rate_counts_tokens_up_to_the_first_wrong_one() -> None:
     assert (rate.hits, rate.trials) == (5, 6)
 
 
-def test_everything_is_tried_while_nothing_is_known() -> None:
-    assert Payoff(4).lengths(["a", "b"], [4, 2]) == [4, 2]
+def test_everything_is_tried_while_only_the_plain_step_is_known() -> None:
+    payoff = Payoff(4)
+    assert payoff.lengths(["a", "b"], [4, 2]) == [0, 0]
+    payoff.steps.add(2, 1.0)
+    assert payoff.lengths(["a", "b"], [4, 2]) == [4, 2]
+    assert payoff.lengths(["a"], [4]) == [0]  # a smaller step was not seen yet
 
 
 def test_what_comes_true_is_drafted_and_what_does_not_is_not() -> None:
@@ -122,3 +126,13 @@ def test_a_new_request_starts_with_what_the_others_showed() -> None:
     payoff.forget("unknown")
     payoff.add_result("new", 0, 0)  # nothing was drafted, nothing is learnt
     assert payoff.lengths(["new"], [4]) == [0]
+
+
+def test_plain_steps_are_measured_now_and_then() -> None:
+    payoff = make(per_step=1.0, per_token=0.01)
+    teach(payoff, "a", 4)
+    lengths = [payoff.lengths(["a"], [4])[0] for _ in range(2 * PLAIN_EVERY + 2)]
+    assert [step for step, length in enumerate(lengths) if length == 0] == [
+        PLAIN_EVERY,
+        2 * PLAIN_EVERY + 1,
+    ]
