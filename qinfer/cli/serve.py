@@ -13,10 +13,11 @@ from qinfer import __version__
 from qinfer.cli import console
 from qinfer.cli.loading import load_llm
 from qinfer.cli.options import EngineOptions, chat_template_option, engine_options, model_argument
-from qinfer.cli.serve_plan import describe_defaults, megabytes, show_plan
+from qinfer.cli.serve_plan import describe_defaults, show_plan
 from qinfer.cli.server_options import ServerOptions, server_options
 from qinfer.engine.aio import AsyncEngine
 from qinfer.engine.llm import LLM
+from qinfer.engine.memory import capacity_line
 from qinfer.errors import ConfigError
 from qinfer.server.app import create_app
 from qinfer.server.jsonlog import JsonLog
@@ -201,13 +202,8 @@ def _limits(llm: LLM) -> dict[str, int]:
 
 
 def _ready_line(door: _Door, settings: ServerSettings, llm: LLM) -> str:
-    memory, context = llm.memory(), settings.max_model_len
-    full = memory.kv_capacity_tokens // context
     return (
         f"serving {', '.join(settings.served_model_names)} at {door.url}: "
-        f"weights {megabytes(memory.weights_bytes)}, "
-        f"{llm.config.kv_cache_dtype} KV for {memory.kv_capacity_tokens:,} tokens, "
-        f"largest context {context:,}, "
-        f"{llm.config.max_num_seqs} requests at once ({full:,} of them at full length); "
+        f"{capacity_line(llm.memory(), llm.config)}; "
         f"sampling {describe_defaults(llm.core.limits.defaults)}; {door.security}"
     )

@@ -198,13 +198,12 @@ def capacity_line(report: MemoryReport, config: EngineConfig) -> str:
         config: its final settings.
     """
     context = config.max_model_len or report.kv_capacity_tokens
-    at_once = report.kv_capacity_tokens // context
+    full = min(report.kv_capacity_tokens // context, config.max_num_seqs)
     return (
         f"weights {_megabytes(report.weights_bytes)}, {config.kv_cache_dtype} KV for "
-        f"{report.kv_capacity_tokens:,} tokens ({_megabytes(report.kv_allocated_bytes)}), "
-        f"activations {_megabytes(report.activation_bytes)}, largest context {context:,}, "
-        f"{config.max_num_seqs} requests at once, {min(at_once, config.max_num_seqs)} of them at "
-        "full length"
+        f"{report.kv_capacity_tokens:,} tokens, largest context {context:,}, "
+        f"{config.max_num_seqs} requests at once ({full} of them at full length), "
+        f"{_megabytes(report.activation_bytes)} for the activations of a step"
     )
 
 

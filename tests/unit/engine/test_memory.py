@@ -134,6 +134,6 @@ def test_start_up_says_weights_cache_context_and_concurrency() -> None:
         peak_rss_bytes=0,
     )
     assert capacity_line(report, replace(CONFIG, kv_cache_dtype="int8")) == (
-        "weights 134.5 MB, int8 KV for 320 tokens (0.2 MB), activations 2.0 MB, largest context "
-        "128, 4 requests at once, 2 of them at full length"
+        "weights 134.5 MB, int8 KV for 320 tokens, largest context 128, 4 requests at once (2 of "
+        "them at full length), 2.0 MB for the activations of a step"
     )
