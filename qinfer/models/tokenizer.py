@@ -65,6 +65,14 @@ class Tokenizer:
         """Whether chats can be rendered."""
         return bool(self._hf.chat_template)
 
+    @property
+    def template_for_tools(self) -> str:
+        """Jinja source of the template that renders chats with tools; "" if there is none."""
+        template = self._hf.chat_template
+        if isinstance(template, dict):
+            template = template.get("tool_use") or template.get("default")
+        return template or ""
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`, with BOS and the like where the tokenizer adds them."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids

@@ -4,16 +4,13 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import BaseModel
 
-from qinfer.engine.aio import AsyncEngine
-from qinfer.server.generation import Choice, Job, collect, run, unless_disconnected
+from qinfer.server.generation import Choice, Job, best, collect, run
 from qinfer.server.responses import Usage, total_usage
 from qinfer.server.service import Service
-from qinfer.server.streaming import ChunkWriter, EventStream, sse_chunks
-from qinfer.server.wire import GenerationRequest
+from qinfer.server.streaming import EventStream, StreamWriter, encoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,37 +28,47 @@ class Answer:
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-class Writer(ChunkWriter, Protocol):
-    """Turns choices into one kind of answer, and events into its chunks."""
+class WholeWriter(Protocol):
+    """Turns finished choices into one kind of answer."""
 
     def full(self, choices: list[Choice], usage: Usage) -> BaseModel:
         """Return the whole answer."""
 
 
-async def answer(
-    request: Request, engine: AsyncEngine, job: Job, writer: Writer, body: GenerationRequest
-) -> Response:
-    """Run a job and return its answer.
-
-    A stream starts when its first event is there, so that a request which the engine refuses or
-    fails at once still gets the right status. A client that leaves aborts the job either way.
+async def answer_whole(service: Service, job: Job, writer: WholeWriter) -> Response:
+    """Run a job and return its answer in one piece.
 
     Raises:
         QinferError: the engine refused the job or could not finish it.
     """
-    events = run(engine, job)
-    if not body.stream:
-        choices = await unless_disconnected(request, collect(events, job.num_choices))
-        n = job.params.n
-        counts = [choice.usage for choice in choices if choice.usage is not None]
-        usage = total_usage(counts[i : i + n] for i in range(0, len(counts), n))
-        return JSONResponse(writer.full(choices, usage).model_dump())
-    first = await unless_disconnected(request, anext(events))
-    chunks = sse_chunks(
-        first,
-        events,
-        writer,
-        num_choices_per_prompt=job.params.n,
-        include_usage=body.include_usage,
-    )
-    return EventStream(chunks, events)
+    choices = await collect(run(service.engine, job), job.num_sequences)
+    n = job.num_samples
+    counts = [choice.usage for choice in choices if choice.usage is not None]
+    usage = total_usage(counts[start : start + n] for start in range(0, len(counts), n))
+    shown = best(choices, job)
+
+    def write() -> str:
+        return writer.full(shown, usage).model_dump_json()
+
+    # Log-probabilities may be megabytes, and their texts are looked up one by one.
+    many = any(choice.logprobs or choice.prompt_logprobs for choice in shown)
+    text = await service.in_thread(write) if many else write()
+    return Response(text, media_type="application/json")
+
+
+async def answer_streamed(service: Service, job: Job, writer: StreamWriter) -> Response:
+    """Run a job and return its answer as a stream.
+
+    A stream starts when its first event is there, so that a request which the engine refuses or
+    fails at once still gets the right status.
+
+    Raises:
+        QinferError: the engine refused the job, or failed at once.
+    """
+    events = run(service.engine, job)
+    try:
+        first = await anext(events)
+    except BaseException:
+        await events.aclose()
+        raise
+    return EventStream(encoded(first, events, writer), events)

@@ -17,13 +17,10 @@ from qinfer.errors import (
     QinferError,
     RequestError,
 )
-from qinfer.server.request_ids import HEADER as REQUEST_ID
-from qinfer.server.request_ids import request_id
 
 CLIENT_ERROR: Final = "invalid_request_error"
 SERVER_ERROR: Final = "server_error"
 RETRY_AFTER_SECONDS: Final = 1
-_MAX_VALIDATION_ERRORS = 3  # of one body; a union reports one per alternative
 
 
 class ErrorDetail(BaseModel):
@@ -87,7 +84,7 @@ ERROR_KINDS: tuple[tuple[type[Exception], ErrorKind], ...] = (
     (Exception, ErrorKind(500, SERVER_ERROR, "internal_error")),
 )
 
-_HTTP_CODES = {400: "bad_request", 404: "not_found", 405: "method_not_allowed", 408: "timeout", 413: "body_too_large"}
+_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 408: "timeout", 413: "body_too_large"}
 
 
 def error_kind(error: Exception) -> ErrorKind:
@@ -119,7 +116,7 @@ def error_response(error: Exception) -> JSONResponse:
     """Return the HTTP response for an exception."""
     status = error_kind(error).status
     headers = None
-    if status == 503:
+    if status in (429, 503):
         seconds = error.retry_after if isinstance(error, OverloadedError) else RETRY_AFTER_SECONDS
         headers = {"Retry-After": str(seconds)}
     return JSONResponse(body_of(error), status_code=status, headers=headers)
@@ -133,13 +130,8 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _on_validation_error)
 
 
-async def _on_error(request: Request, error: Exception) -> JSONResponse:
-    response = error_response(error)
-    # What nobody expected is answered outside of all middleware, so the header is set here.
-    found = request_id(request.scope)
-    if found is not None and not isinstance(error, QinferError):
-        response.headers[REQUEST_ID] = found
-    return response
+async def _on_error(_request: Request, error: Exception) -> JSONResponse:
+    return error_response(error)
 
 
 async def _on_http_error(_request: Request, error: Exception) -> JSONResponse:

@@ -1,22 +1,25 @@
-"""Running the sequences of one HTTP request: merged events, whole results, gone clients."""
+"""Running the sequences of one HTTP request: their events, whole results, gone clients."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
 from qinfer.engine.aio import AsyncEngine
+from qinfer.engine.beams import BeamParams
 from qinfer.engine.params import SamplingParams
 from qinfer.engine.request import FinishReason, TokenEvent, TokenLogprob, Usage
 from qinfer.server.errors import GenerationError, UnavailableError
+from qinfer.server.observer import RequestRecord
 
 Result = TypeVar("Result")
 
-# (index of the choice in the answer, what happened to it)
-ChoiceEvents = AsyncGenerator[tuple[int, TokenEvent], None]
+# (index of the choice in the answer, what happened to it); all that came at once
+Batch = list[tuple[int, TokenEvent]]
+Batches = AsyncGenerator[Batch, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,25 +29,42 @@ class Job:
     Args:
         id: the answer's id; the engine's ids are made from it.
         prompts: token ids of each prompt.
-        params: of all of them; `n` choices per prompt, numbered prompt by prompt as OpenAI does.
+        params: of all of them; sequences are numbered prompt by prompt as OpenAI does.
+        record: notes what the request takes.
+        num_shown: choices per prompt in the answer, the best of its sequences; None = all.
+        only_prompts: what is generated does not belong to the answer.
     """
 
     id: str
     prompts: Sequence[list[int]]
-    params: SamplingParams
+    params: SamplingParams | BeamParams
+    record: RequestRecord
+    num_shown: int | None = None
+    only_prompts: bool = False
 
     @property
-    def num_choices(self) -> int:
-        """Choices in the answer."""
-        return len(self.prompts) * self.params.n
+    def num_samples(self) -> int:
+        """Sequences of each prompt."""
+        params = self.params
+        return params.n if isinstance(params, SamplingParams) else params.num_return_sequences
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of all prompts."""
+        return len(self.prompts) * self.num_samples
 
 
 @dataclass(slots=True)
 class Choice:
-    """What a choice has come to, event by event."""
+    """What a sequence has come to, event by event.
+
+    Args:
+        prompt_logprobs: of its prompt's tokens, if asked for.
+    """
 
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
 
@@ -55,12 +75,21 @@ class Choice:
             if self.logprobs is None:
                 self.logprobs = []
             self.logprobs.extend(event.logprobs)
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs = event.prompt_logprobs
         if event.finish_reason is not None:
             self.finish_reason = event.finish_reason
             self.usage = event.usage
 
+    @property
+    def quality(self) -> float:
+        """Mean log-probability of the tokens, by which `best_of` ranks."""
+        if not self.logprobs:
+            return float("-inf")
+        return sum(entry.logprob for entry in self.logprobs) / len(self.logprobs)
 
-async def run(engine: AsyncEngine, job: Job) -> ChoiceEvents:
+
+async def run(engine: AsyncEngine, job: Job) -> Batches:
     """Yield the events of all choices as they come; closing the generator aborts what is left.
 
     Raises:
@@ -70,42 +99,47 @@ async def run(engine: AsyncEngine, job: Job) -> ChoiceEvents:
     """
     if not engine.healthy:
         raise UnavailableError(f"the engine has failed: {engine.failure or 'it is not running'}")
-    events: asyncio.Queue[tuple[int, TokenEvent] | asyncio.Task[None]] = asyncio.Queue()
-    tasks = [
-        asyncio.create_task(_forward(engine, job, number, events))
-        for number in range(len(job.prompts))
-    ]
-    for task in tasks:
-        task.add_done_callback(events.put_nowait)
-    unfinished = len(tasks)
-    try:
-        while unfinished:
-            item = await events.get()
-            if isinstance(item, asyncio.Task):
-                item.result()  # raises what ended the task
-                unfinished -= 1
-            else:
-                _check(item[1])
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    prompts = {f"{job.id}-{number}": prompt for number, prompt in enumerate(job.prompts)}
+    job.record.admitted(job.id, sum(map(len, job.prompts)))
+    items = engine.stream(prompts, job.params, on_end=job.record.sequence_ended)
+    async with aclosing(items):
+        async for batch in items:
+            good: Batch = []
+            for number, event in batch:
+                error = _error(event)
+                if error is not None:
+                    if good:
+                        yield good
+                    raise error
+                shown = _without_output(event) if job.only_prompts else event
+                good.append((number * job.num_samples + event.index, shown))
+            yield good
 
 
-async def collect(events: ChoiceEvents, num_choices: int) -> list[Choice]:
-    """Return the finished choices.
+async def collect(events: Batches, num_sequences: int) -> list[Choice]:
+    """Return the finished sequences.
 
     Raises:
         GenerationError: one did not finish.
     """
-    choices = [Choice() for _ in range(num_choices)]
+    choices = [Choice() for _ in range(num_sequences)]
     async with aclosing(events):
-        async for index, event in events:
-            choices[index].add(event)
+        async for batch in events:
+            for index, event in batch:
+                choices[index].add(event)
     if any(choice.finish_reason is None for choice in choices):
         raise GenerationError("the engine ended a request without an answer")
     return choices
+
+
+def best(choices: list[Choice], job: Job) -> list[Choice]:
+    """Return the choices that are shown: of each prompt, the most likely by their mean."""
+    n = job.num_samples
+    if job.num_shown is None or job.num_shown == n:
+        return choices
+    groups = [choices[start : start + n] for start in range(0, len(choices), n)]
+    ranked = [sorted(group, key=lambda choice: -choice.quality) for group in groups]
+    return [choice for group in ranked for choice in group[: job.num_shown]]
 
 
 async def unless_disconnected(request: Request, work: Awaitable[Result]) -> Result:
@@ -127,23 +161,21 @@ async def unless_disconnected(request: Request, work: Awaitable[Result]) -> Resu
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-async def _forward(
-    engine: AsyncEngine,
-    job: Job,
-    number: int,
-    queue: "asyncio.Queue[tuple[int, TokenEvent] | asyncio.Task[None]]",
-) -> None:
-    stream = engine.generate(job.prompts[number], job.params, f"{job.id}-{number}")
-    async with aclosing(stream):
-        async for event in stream:
-            queue.put_nowait((number * job.params.n + event.index, event))
-
-
-def _check(event: TokenEvent) -> None:
+def _error(event: TokenEvent) -> Exception | None:
     if event.finish_reason == "error":
-        raise GenerationError(event.error or "the engine ended the request with an error")
+        return GenerationError(event.error or "the engine ended the request with an error")
     if event.finish_reason == "abort":
-        raise UnavailableError("the request was cut off: the server is stopping")
+        return UnavailableError("the request was cut off: the server is stopping")
+    return None
+
+
+def _without_output(event: TokenEvent) -> TokenEvent:
+    usage = None if event.usage is None else replace(event.usage, completion_tokens=0)
+    logprobs = None if event.logprobs is None else ()
+    reason: FinishReason | None = None if event.finish_reason is None else "length"
+    return replace(
+        event, token_ids=(), text="", logprobs=logprobs, usage=usage, finish_reason=reason
+    )
 
 
 async def _disconnect(request: Request) -> None:

@@ -1,16 +1,21 @@
-"""What clients receive: OpenAI's response bodies, and how tokens and log-probabilities look."""
+"""What clients receive: OpenAI's response bodies. Fields beside OpenAI's are absent when unused."""
 
-import math
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, model_serializer
+from pydantic import BaseModel, Field
 
-from qinfer.engine.request import FinishReason, TokenLogprob
+from qinfer.engine.request import FinishReason
 from qinfer.engine.request import Usage as TokenCounts
-from qinfer.models.tokenizer import Tokenizer
+from qinfer.errors import QinferError
+from qinfer.server.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
 
-LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot hold
+# Only what ended in order is answered, so there is neither `abort` nor `error`.
+EndReason = Literal["stop", "length", "tool_calls"]
+
+
+def _is_none(value: Any) -> bool:
+    return value is None
 
 
 class CachedTokens(BaseModel):
@@ -25,16 +30,7 @@ class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: CachedTokens
-
-
-class CompletionLogprobs(BaseModel):
-    """The older layout: parallel lists, one entry per token."""
-
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    text_offset: list[int]
+    prompt_tokens_details: CachedTokens | None = None
 
 
 class CompletionChoice(BaseModel):
@@ -43,7 +39,8 @@ class CompletionChoice(BaseModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: EndReason | None = None
+    prompt_logprobs: PromptLogprobs | None = Field(default=None, exclude_if=_is_none)
 
 
 class CompletionResponse(BaseModel):
@@ -57,33 +54,28 @@ class CompletionResponse(BaseModel):
     usage: Usage | None = None
 
 
-class TopLogprob(BaseModel):
-    """One likely token."""
+class CalledFunction(BaseModel):
+    """The function of a call; `arguments` is JSON text, which the model may have got wrong."""
 
-    token: str
-    logprob: float
-    bytes: list[int] | None = None
-
-
-class ChatLogprob(TopLogprob):
-    """A chosen token with the likely ones beside it."""
-
-    top_logprobs: list[TopLogprob]
+    name: str
+    arguments: str
 
 
-class ChatLogprobs(BaseModel):
-    """Log-probabilities of a message's tokens."""
+class ToolCallAnswer(BaseModel):
+    """A call that the model makes."""
 
-    content: list[ChatLogprob]
-    refusal: None = None
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
 
 
 class ChatMessage(BaseModel):
     """The answer of the model."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[ToolCallAnswer] | None = Field(default=None, exclude_if=_is_none)
 
 
 class ChatChoice(BaseModel):
@@ -92,7 +84,7 @@ class ChatChoice(BaseModel):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason
+    finish_reason: EndReason
 
 
 class ChatResponse(BaseModel):
@@ -104,18 +96,31 @@ class ChatResponse(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | None = Field(default=None, exclude_if=_is_none)
+
+
+class FunctionDelta(BaseModel):
+    """What a chunk adds to a call."""
+
+    name: str | None = Field(default=None, exclude_if=_is_none)
+    arguments: str = ""
+
+
+class ToolCallDelta(BaseModel):
+    """What a chunk adds to call `index`; id, type and name come with its first."""
+
+    index: int
+    id: str | None = Field(default=None, exclude_if=_is_none)
+    type: Literal["function"] | None = Field(default=None, exclude_if=_is_none)
+    function: FunctionDelta
 
 
 class ChatDelta(BaseModel):
     """What a chunk adds to the message; fields that add nothing are left out."""
 
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-
-    @model_serializer
-    def _without_none(self) -> dict[str, str]:
-        fields = {"role": self.role, "content": self.content}
-        return {name: value for name, value in fields.items() if value is not None}
+    role: Literal["assistant"] | None = Field(default=None, exclude_if=_is_none)
+    content: str | None = Field(default=None, exclude_if=_is_none)
+    tool_calls: list[ToolCallDelta] | None = Field(default=None, exclude_if=_is_none)
 
 
 class ChatChunkChoice(BaseModel):
@@ -124,7 +129,7 @@ class ChatChunkChoice(BaseModel):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: EndReason | None = None
 
 
 class ChatChunk(BaseModel):
@@ -162,6 +167,21 @@ class Health(BaseModel):
     reason: str | None = None
 
 
+class TokenizeResponse(BaseModel):
+    """Answer of /tokenize; the texts of the tokens only if asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(BaseModel):
+    """Answer of /detokenize."""
+
+    prompt: str
+
+
 def total_usage(per_prompt: Iterable[Sequence[TokenCounts]]) -> Usage:
     """Add up the counts of a request: for each prompt, those of its n sequences."""
     prompt = completion = cached = 0
@@ -177,65 +197,18 @@ def total_usage(per_prompt: Iterable[Sequence[TokenCounts]]) -> Usage:
     )
 
 
-def completion_logprobs(
-    tokenizer: Tokenizer, entries: Sequence[TokenLogprob], offset: int
-) -> CompletionLogprobs:
-    """Return the older layout.
-
-    A token that is no valid UTF-8 is spelled `bytes:\\xf0`, as OpenAI does; where two likely
-    tokens have the same text, the later one is spelled `token_id:<id>`, so that none is lost.
+def end_reason(reason: FinishReason | None, *, called: bool = False) -> EndReason:
+    """Return why an answer ended, as OpenAI says it.
 
     Args:
-        tokenizer: gives the text of a token.
-        entries: one per token.
-        offset: characters of text before the first of them.
+        reason: the engine's.
+        called: the text that ended by itself was a call of a tool.
+
+    Raises:
+        QinferError: it did not end, or not in order.
     """
-    result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-    for entry in entries:
-        text = token_text(tokenizer, entry.token_id)
-        top: dict[str, float] = {}
-        for token_id, logprob in entry.top:
-            name = token_text(tokenizer, token_id)
-            top[name if name not in top else f"token_id:{token_id}"] = finite(logprob)
-        result.tokens.append(text)
-        result.token_logprobs.append(finite(entry.logprob))
-        result.top_logprobs.append(top)
-        result.text_offset.append(offset)
-        offset += len(text)
-    return result
-
-
-def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> ChatLogprobs:
-    """Return the layout of chat completions, with the bytes of every token."""
-    return ChatLogprobs(
-        content=[
-            ChatLogprob(
-                token=token_text(tokenizer, entry.token_id),
-                logprob=finite(entry.logprob),
-                bytes=list(tokenizer.token_bytes(entry.token_id)),
-                top_logprobs=[
-                    TopLogprob(
-                        token=token_text(tokenizer, token_id),
-                        logprob=finite(logprob),
-                        bytes=list(tokenizer.token_bytes(token_id)),
-                    )
-                    for token_id, logprob in entry.top
-                ],
-            )
-            for entry in entries
-        ]
-    )
-
-
-def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """Return a token's own text, or `bytes:\\x..` where its bytes are no valid UTF-8."""
-    data = tokenizer.token_bytes(token_id)
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-
-def finite(logprob: float) -> float:
-    """Return a log-probability that JSON can hold."""
-    return logprob if math.isfinite(logprob) else LOWEST_LOGPROB
+    if reason == "stop":
+        return "tool_calls" if called else "stop"
+    if reason == "length":
+        return "length"
+    raise QinferError("an answer without an end")

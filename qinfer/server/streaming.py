@@ -1,38 +1,36 @@
-"""Server-sent events: chunks of an answer, the final usage, `[DONE]`."""
+"""Server-sent events: a stream's encoding, its errors, its end."""
 
 import json
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Protocol
 
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from qinfer.engine.request import TokenEvent
-from qinfer.engine.request import Usage as TokenCounts
 from qinfer.errors import QinferError
 from qinfer.server.errors import body_of
-from qinfer.server.generation import ChoiceEvents
-from qinfer.server.responses import Usage, total_usage
+from qinfer.server.generation import Batch, Batches
 
 logger = logging.getLogger(__name__)
 
-DONE = b"data: [DONE]\n\n"
 
+class StreamWriter(Protocol):
+    """Turns events into the bytes of one kind of stream."""
 
-class ChunkWriter(Protocol):
-    """Turns events into one kind of chunk."""
+    def begin(self) -> bytes:
+        """Return what goes before everything else."""
 
-    def opening(self, index: int) -> BaseModel | None:
-        """Return what goes before a choice's first event, if anything."""
+    def event(self, index: int, event: TokenEvent) -> bytes:
+        """Return what an event of choice `index` adds."""
 
-    def chunk(self, index: int, event: TokenEvent) -> BaseModel | None:
-        """Return the chunk of an event; None if there is nothing to show yet."""
+    def end(self) -> bytes:
+        """Return what goes after the last event."""
 
-    def usage(self, usage: Usage) -> BaseModel:
-        """Return the last chunk, which has no choices."""
+    def error(self, error: Exception) -> bytes:
+        """Return what ends a stream that cannot go on."""
 
 
 class EventStream(StreamingResponse):
@@ -40,7 +38,7 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, content: AsyncGenerator[bytes, None], events: ChoiceEvents) -> None:
+    def __init__(self, content: AsyncGenerator[bytes, None], events: Batches) -> None:
         # Proxies must not hold chunks back (X-Accel-Buffering is nginx's name for that).
         super().__init__(content, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._content = content
@@ -55,59 +53,38 @@ class EventStream(StreamingResponse):
             await self._events.aclose()
 
 
-async def sse_chunks(
-    first: tuple[int, TokenEvent],
-    events: ChoiceEvents,
-    writer: ChunkWriter,
-    *,
-    num_choices_per_prompt: int,
-    include_usage: bool,
+async def encoded(
+    first: Batch, events: Batches, writer: StreamWriter
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the encoded events of an answer whose first event has already come.
+    """Yield the bytes of an answer whose first events have already come.
 
-    An error in mid-stream is an event with OpenAI's error object; the status is long sent.
+    An error in mid-stream is told in the stream; the status is long sent. What comes at once is
+    sent at once, so that a busy server has less to do per token.
     """
-    hidden = None if include_usage else {"usage"}  # S06: absent unless asked for, else null
-    counts: dict[int, TokenCounts] = {}
-    seen: set[int] = set()
     try:
-        async with aclosing(_chain(first, events)) as chained:
-            async for index, event in chained:
-                if index not in seen:
-                    seen.add(index)
-                    opening = writer.opening(index)
-                    if opening is not None:
-                        yield encode(opening, hidden)
-                if event.usage is not None:
-                    counts[index] = event.usage
-                chunk = writer.chunk(index, event)
-                if chunk is not None:
-                    yield encode(chunk, hidden)
-        if include_usage:
-            ordered = [counts[index] for index in sorted(counts)]
-            n = num_choices_per_prompt
-            groups = [ordered[i : i + n] for i in range(0, len(ordered), n)]
-            yield encode(writer.usage(total_usage(groups)), None)
+        async with aclosing(events):
+            yield writer.begin() + b"".join(_all(first, writer))
+            async for batch in events:
+                data = b"".join(_all(batch, writer))
+                if data:
+                    yield data
+        yield writer.end()
     except QinferError as error:
-        yield encode_error(error)
+        yield writer.error(error)
     except Exception as error:  # the edge of the process: a stream has no other way to tell
         logger.exception("a stream failed")
-        yield encode_error(error)
-    yield DONE
+        yield writer.error(error)
 
 
-def encode(chunk: BaseModel, hidden: set[str] | None) -> bytes:
+def sse(data: str, event: str | None = None) -> bytes:
     """Return one server-sent event."""
-    return f"data: {chunk.model_dump_json(exclude=hidden)}\n\n".encode()
+    return (f"data: {data}\n\n" if event is None else f"event: {event}\ndata: {data}\n\n").encode()
 
 
-def encode_error(error: Exception) -> bytes:
-    """Return the event that ends a stream after an error."""
-    return f"data: {json.dumps(body_of(error))}\n\n".encode()
+def sse_error(error: Exception) -> bytes:
+    """Return the event with OpenAI's error object."""
+    return sse(json.dumps(body_of(error)))
 
 
-async def _chain(first: tuple[int, TokenEvent], rest: ChoiceEvents) -> ChoiceEvents:
-    async with aclosing(rest):
-        yield first
-        async for item in rest:
-            yield item
+def _all(batch: Batch, writer: StreamWriter) -> Iterator[bytes]:
+    return (writer.event(index, event) for index, event in batch)

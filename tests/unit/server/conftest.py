@@ -1,7 +1,7 @@
 """A scripted engine behind the real application, reached without a port."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -9,8 +9,9 @@ import httpx
 import pytest
 from support.tokenizers import write_tokenizer
 
-from qinfer.engine.params import SamplingParams
-from qinfer.engine.request import TokenEvent, TokenLogprob, Usage
+from qinfer.engine.latency import Latencies
+from qinfer.engine.request import FinishReason, TokenEvent, TokenLogprob, Usage
+from qinfer.engine.streams import OnEnd, StreamItem
 from qinfer.models.tokenizer import load_tokenizer
 from qinfer.server.app import create_app
 from qinfer.server.service import ServerSettings
@@ -24,9 +25,11 @@ class FakeEngine:
         self.refusal: Exception | None = None  # raised before the first event
         self.error_after: int | None = None  # tokens before an event with an error
         self.hangs_after: int | None = None  # tokens before nothing more comes
+        self.ends_with: FinishReason = "stop"
         self.failure: str | None = None
         self.healthy = True
-        self.seen: list[tuple[list[int], SamplingParams, str]] = []
+        self.latencies = Latencies()
+        self.seen: list[tuple[list[int], Any, str]] = []
         self.running = 0
         self.aborted = 0
 
@@ -36,49 +39,68 @@ class FakeEngine:
     async def stop(self) -> None:
         """Nothing to stop."""
 
-    async def generate(
-        self, prompt_token_ids: list[int], params: SamplingParams, request_id: str
-    ) -> AsyncGenerator[TokenEvent, None]:
-        self.seen.append((prompt_token_ids, params, request_id))
+    def retry_after(self) -> int:
+        return 7
+
+    async def stream(
+        self, prompts: Mapping[str, list[int]], params: Any, *, on_end: OnEnd | None = None
+    ) -> AsyncGenerator[list[StreamItem], None]:
+        self.seen += [(prompt, params, request_id) for request_id, prompt in prompts.items()]
         if self.refusal is not None:
             raise self.refusal
-        self.running += 1
+        self.running += len(prompts)
         finished = False
         try:
-            for event in self._events(prompt_token_ids, params, request_id):
-                if event is None:
+            for batch in self._batches(prompts, params):
+                if batch is None:
                     await asyncio.sleep(3600)
                 else:
                     await asyncio.sleep(0)
-                    yield event
+                    yield batch
             finished = True
         finally:
-            self.running -= 1
-            self.aborted += not finished
+            self.running -= len(prompts)
+            self.aborted += 0 if finished else len(prompts)
 
-    def _events(self, prompt, params, request_id):
-        for position, token in enumerate(self.text.encode()):
-            for index in range(params.n):
-                if position == self.error_after:
-                    yield TokenEvent(
-                        request_id, (), "", index, finish_reason="error", error="not finite"
-                    )
-                    return
-                if position == self.hangs_after:
-                    yield None
-                last = position == len(self.text) - 1
-                top = tuple((id_, -float(id_)) for id_ in range(params.logprobs or 0))
-                yield TokenEvent(
-                    request_id=request_id,
-                    token_ids=(token,),
-                    text=chr(token),
-                    index=index,
-                    logprobs=None
-                    if params.logprobs is None
-                    else (TokenLogprob(token, float("-inf") if last else -0.5, top),),
-                    finish_reason="stop" if last else None,
-                    usage=Usage(len(prompt), len(self.text), 2) if last else None,
-                )
+    def _batches(self, prompts, params):
+        for position in range(len(self.text.encode())):
+            if position == self.hangs_after:
+                yield None
+            yield [
+                (number, self._event(request_id, prompt, params, position, index))
+                for number, (request_id, prompt) in enumerate(prompts.items())
+                for index in range(getattr(params, "n", 1))
+            ]
+            if position == self.error_after:
+                return
+
+    def _event(self, request_id, prompt, params, position, index):
+        if position == self.error_after:
+            return TokenEvent(request_id, (), "", index, finish_reason="error", error="not finite")
+        token = self.text.encode()[position]
+        last = position == len(self.text.encode()) - 1
+        num_top = params.logprobs
+        return TokenEvent(
+            request_id=request_id,
+            token_ids=(token,),
+            text=chr(token),
+            index=index,
+            logprobs=None
+            if num_top is None
+            else (TokenLogprob(token, float("-inf") if last else -0.5 - index, _top(num_top)),),
+            prompt_logprobs=None
+            if params.prompt_logprobs is None or position
+            else (
+                None,
+                *(TokenLogprob(t, -2.0, _top(params.prompt_logprobs)) for t in prompt[1:]),
+            ),
+            finish_reason=self.ends_with if last else None,
+            usage=Usage(len(prompt), len(self.text), 2) if last else None,
+        )
+
+
+def _top(count):
+    return tuple((id_, -float(id_)) for id_ in range(count))
 
 
 @pytest.fixture(scope="session")

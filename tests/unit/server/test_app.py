@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 
@@ -164,7 +165,7 @@ def test_health_turns_red_with_the_engine(call, engine):
         (ContextLengthError("130 tokens, 128 fit", field="prompt"), 400, "context_length_exceeded"),
         (RequestError("bad", field="seed"), 400, None),
         (CapacityError("larger than the cache"), 400, "capacity_exceeded"),
-        (OverloadedError("1024 requests are open"), 503, "overloaded"),
+        (OverloadedError("1024 requests are open"), 429, "overloaded"),
         (RuntimeError("secret path"), 500, "internal_error"),
     ],
 )
@@ -227,11 +228,38 @@ def test_s01_abandoned_requests_are_aborted(client, engine):
     assert engine.aborted == 2
 
 
+def test_overload_says_when_to_come_back(call, engine):
+    engine.refusal = OverloadedError("full", retry_after=12)
+    response = call("POST", COMPLETIONS, json={"prompt": "a"})
+    assert (response.status_code, response.headers["retry-after"]) == (429, "12")
+    assert response.json()["error"]["type"] == "rate_limit_error"
+
+
 def test_unknown_routes_and_methods_have_openai_errors(call):
     assert error_of(call("GET", "/v1/nothing"), 404)["code"] == "not_found"
+    assert error_of(call("GET", "/v1/models/"), 404)["code"] == "model_not_found"
     assert error_of(call("GET", COMPLETIONS), 405)["code"] == "method_not_allowed"
+    for path in ("/docs", "/redoc"):  # pages that load scripts from elsewhere
+        assert error_of(call("GET", path), 404)["code"] == "not_found"
 
 
-def test_the_openapi_document_is_complete(call):
-    paths = call("GET", "/openapi.json").json()["paths"]
-    assert {COMPLETIONS, CHAT, "/v1/models", "/v1/models/{name}", "/health"} <= set(paths)
+def test_continuous_usage_in_every_chunk(call):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": ["abc", "d"], "stream": True, "stream_options": options}
+    *chunks, last = events(call("POST", COMPLETIONS, json=body))
+    counts: dict[int, list[Any]] = {0: [], 1: []}
+    for chunk in chunks:
+        counts[chunk["choices"][0]["index"]].append(chunk["usage"])
+    assert [usage["completion_tokens"] for usage in counts[0]] == [1, 2, 3, 4, 5]
+    assert {usage["prompt_tokens"] for usage in counts[0]} == {3}
+    assert {usage["prompt_tokens"] for usage in counts[1]} == {1}
+    assert last["usage"]["total_tokens"] == 4 + 10
+
+
+def test_best_of_shows_the_likeliest(call, engine):
+    body = {"prompt": ["a", "b"], "n": 1, "best_of": 3}
+    answer = call("POST", COMPLETIONS, json=body).json()
+    assert engine.seen[0][1].n == 3
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert [choice["logprobs"] for choice in answer["choices"]] == [None, None]
+    assert answer["usage"]["completion_tokens"] == 2 * 3 * 5
