@@ -130,7 +130,7 @@ class Inner {
   /** Lazy continuation, judged by the last line alone. */
   takes(line, depth) {
     const last = unmarked(this.lines.at(-1) ?? "");
-    if (this.fence !== null || isBlank(last) || indentOf(last) >= 4 || HEADING.test(last) || RULE.test(last)) return false;
+    if (this.fence !== null || isBlank(last) || indentOf(last) >= 4 || HEADING.test(last) || RULE.test(last) || openingFence(last)) return false;
     return !interrupts(line, depth);
   }
 }

@@ -78,9 +78,9 @@ export class Chart {
   }
 }
 
-/** The least of 1, 2, 5 × 10ⁿ (2, 4, 10 … for whole counts) that is not below a value. */
+/** The least round number that is not below a value, and whose half is round too. */
 export function niceTop(value, least = 1) {
   if (value <= least) return least;
   const power = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 4, 5, 10].map((step) => step * power).find((top) => top >= value * 0.999);
+  return [1, 1.2, 1.6, 2, 2.4, 3, 4, 5, 6, 8, 10].map((step) => step * power).find((top) => top >= value * 0.999);
 }

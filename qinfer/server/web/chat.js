@@ -46,7 +46,8 @@ export class Chat {
 
   open(id) {
     const conversation = this.conversations.find((item) => item.id === id);
-    if (conversation) this.#show(conversation);
+    // A double click, which renames, is a click on the open one too: its entry must stay the same.
+    if (conversation && conversation !== this.current) this.#show(conversation);
     if (matchMedia("(max-width: 800px)").matches) this.panels?.closeDrawer();
     else this.composer.focus();
   }
@@ -162,7 +163,7 @@ export class Chat {
     if (this.frame) return;
     this.frame = requestAnimationFrame(() => {
       this.frame = null;
-      for (const view of this.views) if (shownVersion(view.message)?.running) view.grow();
+      for (const view of this.views) if (view.isRunning) view.grow();
       this.scroller.follow();
     });
   }

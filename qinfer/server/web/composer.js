@@ -20,8 +20,9 @@ export class Composer {
     });
   }
 
+  /** Put the cursor into the box; not on a touch screen, where it would raise the keyboard. */
   focus() {
-    this.prompt.focus();
+    if (!matchMedia("(pointer: coarse)").matches) this.prompt.focus();
   }
 
   /** Put text into the box, for the user to send. */

@@ -35,7 +35,7 @@ export class Histogram extends Chart {
       const x = MARGIN.left + index * step;
       if (bar.count) svg.append(s("rect", { class: `bar c${this.color}${index === this.index ? " active" : ""}`, x: x + 1.5, y: y(bar.count), width: Math.max(1, step - 3), height: Math.max(1.5, y(0) - y(bar.count)), rx: Math.min(3, step / 4) }));
       const isLabelled = index % every === 0 && Number.isFinite(bar.to) && x + step < width - MARGIN.right - 8;
-      if (isLabelled) svg.append(s("text", { class: "tick", x: x + step, y: height - 6, "text-anchor": "middle", text: seconds(bar.to) }));
+      if (isLabelled) svg.append(s("text", { class: "tick", x: x + step, y: height - 6, "text-anchor": "middle", text: seconds(bar.to).replace(/\.0+ /, " ").replace(/(\.\d*?)0+ /, "$1 ") }));
     });
     for (const share of [0.5, 0.95]) this.#mark(svg, share, step, height);
   }

@@ -3,7 +3,8 @@
 import { Chart, MARGIN, niceTop } from "./chart.js";
 import { h, s } from "./dom.js";
 
-const SPAN = 300; // seconds shown
+const SHORTEST = 60; // seconds shown at first; as there is more to show, it becomes more
+const LONGEST = 300;
 const GAP = 3.5; // seconds between samples that break the line
 
 export class LineChart extends Chart {
@@ -12,18 +13,22 @@ export class LineChart extends Chart {
     super(title, options);
     Object.assign(this, { series, format, tick, top, least });
     this.samples = [];
+    this.now = 0;
+    this.span = SHORTEST;
+    this.current = series.map(() => h("b"));
     if (series.length > 1) {
-      this.element.querySelector("header").after(h("div", { class: "legend" }, ...series.map(({ name, color }) =>
-        h("span", {}, h("i", { class: `swatch c${color}` }), name))));
-    }
+      this.value.replaceWith(h("div", { class: "legend" }, ...series.map(({ name, color }, index) =>
+        h("span", {}, h("i", { class: `swatch c${color}` }), name, this.current[index]))));
+    } else this.value.append(...this.current);
   }
 
   /** `samples`: [{time (s), ...}], oldest first; `now`: the right edge. */
   update(samples, now) {
-    this.samples = samples.filter((sample) => sample.time >= now - SPAN - 2);
+    this.samples = samples.filter((sample) => sample.time >= now - LONGEST);
     this.now = now;
     const last = this.samples.at(-1);
-    this.value.textContent = last ? this.series.map(({ read }) => this.#text(read(last))).join(" · ") : "";
+    this.span = Math.min(LONGEST, Math.max(SHORTEST, last ? now - this.samples[0].time : 0));
+    this.series.forEach(({ read }, index) => (this.current[index].textContent = last ? this.#text(read(last)) : ""));
     this.redraw();
   }
 
@@ -32,10 +37,10 @@ export class LineChart extends Chart {
     const top = this.top ?? niceTop(Math.max(0, ...values), this.least);
     const y = this.grid(svg, width, height, top, this.tick);
     const x = (time) => this.#x(time, width);
-    for (const minutes of [5, 4, 3, 2, 1, 0]) {
-      if (width < 420 && minutes % 2 === 0 && minutes > 0) continue;
-      const label = minutes === 0 ? "now" : `${minutes} min`;
-      svg.append(s("text", { class: "tick", x: x(this.now - minutes * 60), y: height - 6, "text-anchor": minutes === 0 ? "end" : minutes === 5 ? "start" : "middle", text: label }));
+    const step = [15, 30, 60, 120].find((each) => (this.span / each) * 76 < width - MARGIN.left) ?? 300;
+    for (let age = 0; age <= this.span; age += step) {
+      const label = age === 0 ? "now" : age % 60 ? `${age} s` : `${age / 60} min`;
+      svg.append(s("text", { class: "tick", x: x(this.now - age), y: height - 6, "text-anchor": age === 0 ? "end" : "middle", text: label }));
     }
     if (this.samples.length === 0) this.empty(svg, width, height, "waiting for figures");
     for (const one of this.series) this.#line(svg, one, x, y);
@@ -79,7 +84,7 @@ export class LineChart extends Chart {
   }
 
   #x(time, width) {
-    return width - MARGIN.right - ((this.now - time) / SPAN) * (width - MARGIN.left - MARGIN.right);
+    return width - MARGIN.right - ((this.now - time) / this.span) * (width - MARGIN.left - MARGIN.right);
   }
 
   #text(value) {

@@ -2,7 +2,7 @@
 
 import { getJson } from "./api.js";
 import { h, icon } from "./dom.js";
-import { bytes, count, duration, number, percent, seconds } from "./format.js";
+import { count, number, percent, seconds } from "./format.js";
 import { Histogram, quantile } from "./histogram.js";
 import { LineChart } from "./linechart.js";
 import { SplitBar } from "./splitbar.js";
@@ -37,7 +37,7 @@ export class Live {
       { name: "prompt", color: 2, read: (sample) => sample.prompt },
     ], { format: number, tick: whole, least: 10, wide: true, height: 220 });
     this.ttft = new Histogram("Time to first token", { color: 2 });
-    this.tpot = new Histogram("Time per output token", { color: 1 });
+    this.tpot = new Histogram("Time per token", { color: 1 });
     this.pool = new LineChart("KV cache", [{ name: "used", color: 3, read: (sample) => sample.kvShare }], { format: percent, top: 1 });
     this.queue = new LineChart("Requests", [
       { name: "running", color: 1, read: (sample) => sample.running },
@@ -67,22 +67,23 @@ export class Live {
     this.timer = mine;
     const began = performance.now();
     try {
-      this.#show(readStats(await getJson("v1/qinfer/stats", { quiet: this.failures > 0 })));
+      const stats = readStats(await getJson("v1/qinfer/stats", { quiet: this.failures > 0 }));
       this.failures = 0;
-      this.#fail(null);
+      this.#warn(stats.trouble);
+      this.#show(stats);
     } catch (error) {
       this.failures += 1;
-      this.#fail(error);
+      this.#warn(error.message);
     }
+    this.figures.classList.toggle("stale", this.failures > 0);
     if (this.timer !== mine) return; // nobody looks any more, or a newer round has begun
     const wait = this.failures ? Math.min(SLOWEST, EVERY * 2 ** (this.failures - 1)) : EVERY;
     this.timer = setTimeout(() => this.#poll(), Math.max(0, wait - (performance.now() - began)));
   }
 
-  #fail(error) {
-    this.banner.hidden = error === null;
-    this.figures.classList.toggle("stale", error !== null);
-    if (error) this.banner.querySelector("p").textContent = error.message;
+  #warn(text) {
+    this.banner.hidden = text === null;
+    if (this.banner.textContent !== text) this.banner.querySelector("p").textContent = text;
   }
 
   #show(stats) {
@@ -92,9 +93,9 @@ export class Live {
     const show = (values) => values.forEach(([value, note], index) => this.tiles[index].show(value, note));
     show([
       [sample.generated === null ? "–" : number(sample.generated), `${count(stats.totals.generated)} in all`],
-      [count(stats.running), `at most ${count(stats.limits.running)}`],
+      [count(stats.running), stats.atOnce ? `at most ${count(stats.atOnce)}` : ""],
       [count(stats.waiting), stats.preemptions ? `${count(stats.preemptions)} preempted` : "none preempted"],
-      [percent(sample.kvShare), `of ${count(stats.kv.tokens)} tokens`],
+      [percent(sample.kvShare), stats.kv.tokens ? `of ${count(stats.kv.tokens)} tokens` : ""],
       [seconds(quantile(stats.ttft, 0.5)), `p95 ${seconds(quantile(stats.ttft, 0.95))}`],
       [seconds(quantile(stats.tpot, 0.5)), `p95 ${seconds(quantile(stats.tpot, 0.95))}`],
     ]);
@@ -102,7 +103,7 @@ export class Live {
     this.ttft.update(stats.ttft);
     this.tpot.update(stats.tpot);
     this.memory.update(stats.memory);
-    this.#showFacts(stats);
+    this.#showFacts(stats.facts);
   }
 
   /** One point of the charts; rates come from the totals of this and the last look. */
@@ -116,9 +117,8 @@ export class Live {
     return { time, totals: stats.totals, generated: rate("generated"), prompt: rate("prompt"), kvShare: stats.kv.used, running: stats.running, waiting: stats.waiting };
   }
 
-  #showFacts(stats) {
-    const facts = stats.facts({ bytes, count, duration, percent });
-    const shown = facts.filter(([, value]) => value !== null && value !== undefined && value !== "");
+  #showFacts(facts) {
+    const shown = facts.filter(([, value]) => value);
     const text = JSON.stringify(shown);
     if (text === this.factsText) return; // a selection in them survives
     this.factsText = text;

@@ -72,5 +72,5 @@ function renderTable({ columns, head, rows }) {
   const cell = (tag) => (text, index) => h(tag, { class: columns[index] ? `to-${columns[index]}` : null, scope: tag === "th" ? "col" : null }, ...inline(text));
   const padded = rows.map((row) => columns.map((_, index) => row[index] ?? ""));
   return h("div", { class: "table", tabindex: "0", role: "region", "aria-label": "table" },
-    h("table", {}, h("thead", {}, h("tr", {}, ...head.map(cell("th")))), h("tbody", {}, ...padded.map((row) => h("tr", {}, ...row.map(cell("td")))))));
+    h("table", {}, h("thead", {}, h("tr", {}, ...head.map(cell("th")))), padded.length === 0 ? null : h("tbody", {}, ...padded.map((row) => h("tr", {}, ...row.map(cell("td")))))));
 }

@@ -13,6 +13,8 @@ export function messageView(message, actions) {
 }
 
 class UserView {
+  isRunning = false;
+
   constructor(message, actions) {
     this.message = message;
     this.actions = actions;
@@ -71,13 +73,17 @@ class AnswerView {
     this.update();
   }
 
+  get isRunning() {
+    return Boolean(shownVersion(this.message).running);
+  }
+
   /** Show the text, and what belongs to an answer that has ended. */
   update() {
     const version = shownVersion(this.message);
     this.grow();
     const parts = [];
     if (version.error) parts.push(this.#error(version.error));
-    if (!version.running) parts.push(h("div", { class: "foot-row" }, this.#actions(), this.#figures(version)));
+    if (!this.isRunning) parts.push(h("div", { class: "foot-row" }, this.#actions(), this.#figures(version)));
     this.foot.replaceChildren(...parts);
   }
 
@@ -85,12 +91,10 @@ class AnswerView {
   grow() {
     const version = shownVersion(this.message);
     const { thought, rest, isThinking } = splitThought(version.content);
-    this.#showThought(thought, isThinking && version.running);
+    this.#showThought(thought, isThinking && this.isRunning);
     this.markdown.render(rest);
-    const isWaiting = Boolean(version.running) && !version.content;
-    this.element.classList.toggle("waiting", isWaiting);
-    this.element.classList.toggle("running", Boolean(version.running));
-    this.element.setAttribute("aria-busy", String(Boolean(version.running)));
+    this.element.classList.toggle("waiting", this.isRunning && !version.content);
+    this.element.setAttribute("aria-busy", String(this.isRunning));
   }
 
   #showThought(text, isOpen) {
@@ -110,7 +114,7 @@ class AnswerView {
   }
 
   #error(error) {
-    const wait = error.retryAfter ? ` Try again in ${seconds(error.retryAfter)}.` : "";
+    const wait = error.retryAfter ? ` Try again in ${Math.ceil(error.retryAfter)} s.` : "";
     return h("div", { class: "failure", role: "alert" }, icon("warning"),
       h("div", {}, h("p", { text: error.message + wait }), error.code ? h("p", { class: "code-name", text: error.code }) : null),
       h("button", { type: "button", class: "button", text: "Try again", on: { click: () => this.actions.regenerate(this.message) } }));

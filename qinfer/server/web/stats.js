@@ -1,19 +1,48 @@
-// From the server's JSON (server/operations.py) to what the live view shows: the one place that
-// knows the names.
+// From the server's JSON (server/stats.py) to what the live view shows: the one place that knows
+// the names.
+
+import { bytes, count, duration, percent } from "./format.js";
 
 /** Return the figures of GET /v1/qinfer/stats. */
-export function readStats(data) {
-  const { engine, memory, limits } = data;
+export function readStats({ server, engine, ttft, tpot, memory, limits }) {
+  const kv = limits.kv_capacity_tokens;
   return {
     totals: { generated: engine.generation_tokens, prompt: engine.prompt_tokens },
     running: engine.running,
     waiting: engine.waiting,
     preemptions: engine.preemptions,
-    limits: { running: limits.max_num_seqs },
-    kv: { used: engine.num_blocks ? 1 - engine.free_blocks / engine.num_blocks : 0, tokens: limits.kv_capacity_tokens },
-    ttft: data.ttft,
-    tpot: data.tpot,
-    memory: [],
-    facts: () => [],
+    atOnce: limits.max_num_seqs,
+    kv: { used: engine.num_blocks ? 1 - engine.free_blocks / engine.num_blocks : 0, tokens: kv },
+    ttft,
+    tpot,
+    memory: memoryParts(memory, kv),
+    facts: facts(server, engine, limits),
+    trouble: server.state === "ready" ? null : (server.reason ?? server.state),
   };
+}
+
+function memoryParts(memory, kvTokens) {
+  const { weights_bytes: weights = 0, kv_cache_bytes: kv = 0, activation_bytes: activations = 0, peak_rss_bytes: peak = 0 } = memory;
+  return [
+    { name: "Weights", color: 1, bytes: weights },
+    { name: "KV cache", color: 3, bytes: kv, note: kvTokens ? `${count(kvTokens)} tokens` : null },
+    { name: "Activations", color: 2, bytes: activations, note: "a full step" },
+    { name: "Other", color: 4, bytes: Math.max(0, peak - weights - kv - activations), note: `up to the peak of ${bytes(peak)}` },
+  ];
+}
+
+function facts(server, engine, limits) {
+  const ended = Object.entries(engine.ended).filter(([, value]) => value > 0);
+  const { prefix_query_tokens: asked, prefix_hit_tokens: hit } = engine;
+  return [
+    ["Model", server.models.join(", ")],
+    ["State", server.state],
+    ["Up for", duration(server.uptime)],
+    ["Largest context", `${count(limits.max_model_len)} tokens`],
+    ["Tokens per step", limits.max_num_batched_tokens && `at most ${count(limits.max_num_batched_tokens)}`],
+    ["Prompt tokens", count(engine.prompt_tokens)],
+    ["Taken from the prefix cache", asked ? `${count(hit)} tokens, ${percent(hit / asked)}` : "none yet"],
+    ["Answers", ended.map(([reason, value]) => `${count(value)} ${reason}`).join(", ") || "none yet"],
+    ["Version", server.version],
+  ];
 }
