@@ -41,14 +41,25 @@ class Machine(RuleBasedStateMachine):
         blocks = BlockManager(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
         return Scheduler(blocks, max_batch_tokens=MAX_TOKENS, max_running=MAX_RUNNING)
 
-    def new_request(self, tokens: list[int], num_output: int, **more) -> Request:
+    def new_request(
+        self,
+        tokens: list[int],
+        num_output: int,
+        *,
+        parent: str,
+        priority: int = 0,
+        use_prefix_cache: bool = True,
+    ) -> Request:
         self.count += 1
         request = Request(
             id=str(self.count),
             tokens=list(tokens),
             num_prompt=len(tokens),
+            params=SamplingParams(priority=priority),
             max_length=len(tokens) + num_output,
-            **({"params": SamplingParams(), "seed": self.count} | more),
+            parent=parent,
+            seed=self.count,
+            use_prefix_cache=use_prefix_cache,
         )
         text = list(tokens)
         while len(text) < request.max_length:
@@ -77,9 +88,9 @@ class Machine(RuleBasedStateMachine):
             request = self.new_request(
                 tokens,
                 num_output,
-                use_prefix_cache=use_prefix_cache,
-                params=SamplingParams(priority=priority),
                 parent=parent,
+                priority=priority,
+                use_prefix_cache=use_prefix_cache,
             )
             self.scheduler.add(request)
 
