@@ -100,6 +100,8 @@ class BeamGroup:
                 self.members.append(child)
         for request, beam in zip(self.members, self.search.beams, strict=bool(continuations)):
             request.tokens[request.num_prompt :] = beam.tokens
+        if self.members and all(request.forked for request in self.members):
+            self.members[0].forked = False  # a search counts as one running request
         return begun, [request for request in before if request not in self.members]
 
     def events(self) -> list[TokenEvent]:
@@ -134,30 +136,28 @@ class BeamGroup:
         """Return the event of a sequence; None: the vocabulary did not offer that many."""
         if result is None:
             return replace(last_event(self.root, "length"), index=index)
-        text, reason = self._text_of(result.tokens)
+        text = self._text_of(result.tokens)
         return TokenEvent(
             request_id=self.root.parent,
             index=index,
             token_ids=result.tokens,
             text=text,
-            finish_reason=reason,
+            finish_reason="stop" if result.stopped else "length",
             usage=Usage(self.root.num_prompt, len(result.tokens), self.root.num_cached),
             queue_seconds=self.root.queue_seconds,
             score=result.score,
         )
 
-    def _text_of(self, tokens: Sequence[int]) -> tuple[str, FinishReason]:
-        """Return the text of a finished sequence and why it ended, as of any other request."""
+    def _text_of(self, tokens: Sequence[int]) -> str:
+        """Return the text of a finished sequence, as any other request would give it."""
         request = replace(self.root, tokens=self.root.tokens[: self.root.num_prompt])
         output = OutputStream(request, self.tokenizer)
         texts = []
         for token in tokens:
             request.tokens.append(token)
-            text, reason = output.push(token)
+            text, _ = output.push(token)
             texts.append(text)
-            if reason is not None:
-                return "".join(texts), reason
-        return "".join(texts), "length"
+        return "".join(texts)
 
     def _ends_in_stop_string(self, tokens: tuple[int, ...]) -> bool:
         """Tell whether a stop string ends within the newest token."""
