@@ -169,6 +169,15 @@ class AsyncEngine:
             if stream.unfinished:
                 self._leave(stream)
 
+    def prepare(self, params: Params) -> None:
+        """Do what takes long for a request before it is opened; any thread may call.
+
+        Raises:
+            RequestError: structured output that cannot be followed.
+        """
+        if isinstance(params, SamplingParams):
+            self._core.prepare(params)
+
     def abort(self, request_id: str) -> None:
         """End an open request at the next step; its stream ends with `abort`."""
         key = self._keys.get(request_id)
