@@ -16,13 +16,14 @@ from qinfer.engine.beam_group import Beam, BeamGroup
 from qinfer.engine.beams import BeamParams
 from qinfer.engine.jobs import Generation, Rows, RowSink, Scoring, last_event, usage_of
 from qinfer.engine.metrics import EngineStats, TokenCounters, snapshot
-from qinfer.engine.output import OutputStream, TokenDecoder
+from qinfer.engine.output import OutputStream, TextTokenizer
 from qinfer.engine.params import SamplingParams
 from qinfer.engine.request import FinishReason, Request, TokenEvent
 from qinfer.engine.runner import ModelRunner
-from qinfer.engine.sampler import SamplerState
+from qinfer.engine.sampler import Sampler
 from qinfer.engine.scheduler import Batch, Scheduler
 from qinfer.engine.speculation import Speculator, Verdict, judge
+from qinfer.engine.static import StaticScheduler
 from qinfer.errors import RequestError
 from qinfer.kvcache.inputs import ModelOutput
 
@@ -35,7 +36,7 @@ class EngineCore:
     Args:
         runner: computes the steps.
         scheduler: decides what is computed; its block manager's pool is the runner's.
-        tokenizer: turns tokens into bytes.
+        tokenizer: turns tokens into bytes, and text into tokens.
         limits: what requests are accepted, and the values of unset fields.
         seed: of the draws of requests that bring none; None = different each time.
         device: where the runner's tensors live.
@@ -46,7 +47,7 @@ class EngineCore:
         self,
         runner: ModelRunner,
         scheduler: Scheduler,
-        tokenizer: TokenDecoder,
+        tokenizer: TextTokenizer,
         limits: Limits,
         *,
         seed: int | None = None,
@@ -58,6 +59,12 @@ class EngineCore:
         self._runner = runner
         self._tokenizer = tokenizer
         self._factory = RequestFactory(limits, seed)
+        self._sampler = Sampler(
+            tokenizer,
+            vocab_size=limits.vocab_size,
+            eos_ids=limits.eos_ids,
+            threads=runner.num_threads,
+        )
         self._device = device
         self._speculator = speculator
         self._jobs: dict[str, _Job] = {}
@@ -91,6 +98,15 @@ class EngineCore:
         wanted = params.as_sampling() if isinstance(params, BeamParams) else params
         checked = self.limits.check_params(num_prompt, wanted)
         self._check_capacity(num_prompt + (checked.max_tokens or 0) - 1, params)
+        self.prepare(wanted)
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Do what takes long for a new request: compile its grammar, once. Any thread may call.
+
+        Raises:
+            RequestError: structured output that cannot be followed.
+        """
+        self._sampler.prepare(params)
 
     def add_request(
         self, request_id: str, prompt: Sequence[int], params: SamplingParams | BeamParams
@@ -121,7 +137,7 @@ class EngineCore:
                 self._tokens.count_finished("length")
                 self._immediate.append(last_event(request, "length"))
             else:
-                sampler = SamplerState(request, self.limits.vocab_size, self._device)
+                sampler = self._sampler.start(request)
                 self._add(Generation(request, sampler, OutputStream(request, self._tokenizer)))
 
     def add_score(
@@ -198,6 +214,11 @@ class EngineCore:
     def _check_capacity(self, num_slots: int, params: SamplingParams | BeamParams) -> None:
         """Refuse what could never fit; the beams of a search must be in the cache together."""
         beams = params.beam_width if isinstance(params, BeamParams) else 1
+        if beams > 1 and isinstance(self.scheduler, StaticScheduler):
+            raise RequestError(
+                "beam search needs batching=continuous: a static batch does not grow",
+                field="beam_width",
+            )
         self.scheduler.check_capacity(num_slots, num_sequences=beams)
 
     def _add(self, job: _Job) -> None:
@@ -239,7 +260,7 @@ class EngineCore:
                 beams.append((job, rows.start))
             else:
                 scored.append((job, rows))
-        verdicts = judge(generated, output)
+        verdicts = judge(generated, output, self._sampler)
         self.scheduler.update(batch, {v.job.request.id: v.token_ids for v in verdicts})
         if self._speculator is not None:
             self._speculator.learn(verdicts, len(batch.items), sum(n for _, n in batch.items))
@@ -269,6 +290,8 @@ class EngineCore:
         self._tokens.generation_tokens += len(verdict.chosen)
         if verdict.bad_layer is not None:
             reason, error = "error", self._breakdown(request, verdict.bad_layer)
+        elif verdict.error is not None:
+            reason, error = "error", verdict.error
         if reason is not None:
             self._close(request, reason)
         return TokenEvent(

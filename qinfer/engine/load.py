@@ -127,7 +127,7 @@ def load_engine(model: str | Path, config: EngineConfig, source: Source) -> Engi
     pool = KVPool(layout, plan.num_blocks, final.device)
     limits = _limits(checkpoint, model_config, tokenizer, plan.max_model_len)
     core = EngineCore(
-        Runner(decoder, pool),
+        Runner(decoder, pool, num_threads=final.threads or 1),
         make_scheduler(final, plan.num_blocks, cache_key=_cache_key(path, final)),
         tokenizer,
         limits,

@@ -29,6 +29,19 @@ class TokenDecoder(Protocol):
         ...
 
 
+class TextTokenizer(TokenDecoder, Protocol):
+    """What the engine needs of a tokenizer: also the way from text to tokens."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of `text`."""
+        ...
+
+
 class Detokenizer:
     """Turns the tokens of one output into text, piece by piece.
 

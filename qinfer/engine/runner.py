@@ -17,6 +17,11 @@ class ModelRunner(Protocol):
         """Copy cache blocks, `(source, target)` in this order, before the step is computed."""
         ...
 
+    @property
+    def num_threads(self) -> int:
+        """CPU threads of the kernels that compute the model."""
+        ...
+
     def run(self, inputs: ModelInputs) -> ModelOutput:
         """Compute one step."""
         ...
@@ -32,11 +37,13 @@ class Runner:
     Args:
         decoder: the model.
         pool: its cache, whose blocks the scheduler's block manager hands out.
+        num_threads: CPU threads of the decoder's kernels.
     """
 
-    def __init__(self, decoder: CausalLM, pool: KVPool) -> None:
+    def __init__(self, decoder: CausalLM, pool: KVPool, *, num_threads: int = 1) -> None:
         self.decoder = decoder
         self.pool = pool
+        self.num_threads = num_threads
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy cache blocks, `(source, target)` in this order, before the step is computed."""

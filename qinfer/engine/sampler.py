@@ -1,85 +1,40 @@
-"""Choosing the next token: small pure functions on one row of logits, composed per request.
+"""Choosing the next tokens of a step: from rows of logits and what each request wants of them.
 
-Everything is computed in float32 and row by row, so a request's choice depends on its own row
-alone. The random number of a draw is a function of (seed, sample index, output position): nothing
-else in the batch can shift it, and a preempted request draws the same again.
+A request's choice depends on its own row alone. The random number of a draw is a function of
+(seed, sample index, output position): nothing else in the batch can shift it, a preempted request
+draws the same again.
 
-Order, as in transformers: repetition penalty, forbidden tokens, temperature, top-k, top-p, min-p.
-Tokens of equal probability are kept or dropped together, so no order of sorting matters.
+A plain greedy request takes the row's most likely token as the model reports it. Any other gets a
+`Draw`: the row's edits (`engine.edits`), the tokens that are allowed at all (`allowed_token_ids`,
+structured output), and the filters. The C++ kernel computes it where it can, else the reference.
 """
 
 import hashlib
-import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from qinfer.engine.edits import LogitEditor, bits_of
+from qinfer.engine.logprobs import top_logprobs
+from qinfer.engine.output import TextTokenizer
 from qinfer.engine.params import SamplingParams
 from qinfer.engine.request import Request, TokenLogprob
+from qinfer.engine.structured import GrammarCompiler, Matcher
+from qinfer.kernels import sampling
+from qinfer.kernels.cpu import native
+from qinfer.kernels.cpu.sampling import NativeSampler
+from qinfer.kernels.sampling import Draw
+from qinfer.kvcache.inputs import ModelOutput
 
 GREEDY_TEMPERATURE = 1e-5
-_TOP_P_FIRST_TRY = 256
 
-Filter = Callable[[torch.Tensor], torch.Tensor]
-
-
-def apply_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Divide `logits` `[vocab]` by `temperature`, with the maximum at 0 so nothing overflows."""
-    return (logits - logits.max()) / temperature
-
-
-def keep_top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """Set all but the `k` largest of `logits` `[vocab]` to -inf."""
-    if k >= logits.shape[0]:
-        return logits
-    return logits.masked_fill(logits < torch.topk(logits, k).values[-1], -torch.inf)
-
-
-def keep_top_p(logits: torch.Tensor, p: float) -> torch.Tensor:
-    """Keep the smallest set of tokens whose probability reaches `p` (arXiv 1904.09751)."""
-    probs = torch.softmax(logits, dim=-1)
-    for size in (min(_TOP_P_FIRST_TRY, probs.shape[0]), probs.shape[0]):
-        top = torch.topk(probs, size).values  # [size], descending
-        before = top.double().cumsum(0) - top  # mass of the more likely tokens
-        num_kept = int((before < p).sum())
-        if num_kept < size:
-            break
-    return logits.masked_fill(probs < top[num_kept - 1], -torch.inf)
-
-
-def keep_min_p(logits: torch.Tensor, p: float) -> torch.Tensor:
-    """Keep tokens of at least `p` times the highest probability (arXiv 2407.01082)."""
-    return logits.masked_fill(logits < logits.max() + math.log(p), -torch.inf)
-
-
-def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
-    """Make tokens less likely that were there before (CTRL, arXiv 1909.05858, section 4.1).
-
-    Args:
-        logits: `[vocab]`.
-        seen: bool `[vocab]`.
-        penalty: divides positive logits and multiplies negative ones.
-    """
-    penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
-    return torch.where(seen, penalized, logits)
-
-
-def filters_of(params: SamplingParams) -> tuple[Filter, ...]:
-    """Return the steps from logits to the distribution that is drawn from, in order."""
-    filters: list[Filter] = []
-    temperature, top_k = params.temperature or 1.0, params.top_k or 0
-    top_p, min_p = params.top_p or 1.0, params.min_p or 0.0
-    if temperature != 1.0:
-        filters.append(lambda logits: apply_temperature(logits, temperature))
-    if top_k > 0:
-        filters.append(lambda logits: keep_top_k(logits, top_k))
-    if top_p < 1.0:
-        filters.append(lambda logits: keep_top_p(logits, top_p))
-    if min_p > 0.0:
-        filters.append(lambda logits: keep_min_p(logits, min_p))
-    return tuple(filters)
+_NOTHING_LEFT = (
+    "no token is left to choose: what allowed_token_ids, logit_bias and structured output leave "
+    "has nothing in common"
+)
 
 
 def uniform(seed: int, index: int, position: int) -> float:
@@ -89,107 +44,198 @@ def uniform(seed: int, index: int, position: int) -> float:
     return (bits >> 11) / (1 << 53)
 
 
-def draw(logits: torch.Tensor, number: float) -> int:
-    """Return the token at which the cumulative distribution of `logits` `[vocab]` passes `number`.
-
-    Args:
-        logits: -inf where a token must not be drawn.
-        number: in [0, 1).
-    """
-    cumulative = torch.softmax(logits, dim=-1).double().cumsum(0)
-    total = cumulative[-1]
-    # Below the total even if the product rounds up: there the last possible token sits.
-    target = torch.minimum(number * total, torch.nextafter(total, torch.zeros_like(total)))
-    return int(torch.searchsorted(cumulative, target, right=True))
-
-
-def top_logprobs(logits: torch.Tensor, token_id: int, count: int) -> TokenLogprob:
-    """Return a token's log-probability under `logits` `[vocab]`, and the `count` most likely.
-
-    Among equal ones the lower id comes first.
-    """
-    logprobs = torch.log_softmax(logits, dim=-1)
-    top: tuple[tuple[int, float], ...] = ()
-    if count > 0:
-        count = min(count, logprobs.shape[0])
-        lowest = torch.topk(logprobs, count).values[-1]
-        ids = (logprobs >= lowest).nonzero().flatten()
-        values, order = torch.sort(logprobs[ids], descending=True, stable=True)
-        top = tuple(zip(ids[order[:count]].tolist(), values[:count].tolist(), strict=True))
-    return TokenLogprob(token_id, float(logprobs[token_id]), top)
+def bad_word_ids(words: Iterable[str], tokenizer: TextTokenizer) -> list[tuple[int, ...]]:
+    """Return the token sequences that spell words at the start of a text and after a space."""
+    spellings = dict.fromkeys(
+        tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False))
+        for word in words
+        for space in ("", " ")
+    )
+    return [spelling for spelling in spellings if spelling]
 
 
 class SamplerState:
-    """What sampling one request needs beyond its row of logits; kept from step to step."""
+    """What sampling one request needs beyond its row of logits; kept from step to step.
 
-    def __init__(self, request: Request, vocab_size: int, device: str) -> None:
-        params = request.params
-        self._request = request
-        self.greedy = (params.temperature or 0.0) < GREEDY_TEMPERATURE
-        self._filters = filters_of(params)
-        self._penalty = params.repetition_penalty or 1.0
-        size = vocab_size if self._penalty != 1.0 else 0
-        self._seen = torch.zeros(size, dtype=torch.bool, device=device)
-        self._num_seen = 0
-        self._stop_ids = torch.tensor(sorted(request.stop_ids), dtype=torch.int64, device=device)
+    Args:
+        request: grows from step to step.
+        editor: makes the edits of its rows.
+        allowed: uint32 bits of the tokens that it may hold; None = all.
+        matcher: follows its structured output; None = any text.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        editor: LogitEditor,
+        allowed: np.ndarray | None,
+        matcher: Matcher | None,
+    ) -> None:
+        self.request = request
+        self._editor = editor
+        self._allowed = allowed
+        self._matcher = matcher
+        self._greedy = (request.params.temperature or 0.0) < GREEDY_TEMPERATURE
+        self._always_drawn = not self._greedy or allowed is not None or matcher is not None
 
     @property
     def plain(self) -> bool:
         """Whether the next token is simply the most likely one."""
-        return self.greedy and self._penalty == 1.0 and not self._stop_forbidden
+        return not self._always_drawn and self._editor.idle
 
     @property
-    def _stop_forbidden(self) -> bool:
-        request = self._request
-        return bool(request.stop_ids) and request.num_output < request.params.min_tokens
+    def error(self) -> str:
+        """Why no token was left to choose."""
+        return (None if self._matcher is None else self._matcher.error) or _NOTHING_LEFT
 
-    def choose(self, logits: torch.Tensor) -> int:
-        """Return the next token of the request from its row of `logits` `[vocab]`."""
-        if self._penalty != 1.0:
-            logits = penalize_repetition(logits, self._history(), self._penalty)
-        if self._stop_forbidden:
-            logits = logits.index_fill(0, self._stop_ids, -torch.inf)
-        if self.greedy:
-            return int(torch.argmax(logits))
-        for step in self._filters:
-            logits = step(logits)
-        request = self._request
-        return draw(logits, uniform(request.seed, request.index, request.num_output))
+    def draw(self, row: int, logits: np.ndarray, *, bans: bool = True) -> Draw:
+        """Return how the next token is chosen.
 
-    def _history(self) -> torch.Tensor:
-        """Return which tokens the request holds; only the new ones are added."""
-        new = torch.tensor(self._request.tokens[self._num_seen :], dtype=torch.int64)
-        self._seen[new.to(self._seen.device)] = True
-        self._num_seen = self._request.num_tokens
-        return self._seen
+        Args:
+            row: of the logits that are drawn from.
+            logits: float32 `[vocab]`, that row.
+            bans: forbid bad words, and to end below `min_tokens`.
+        """
+        request, params = self.request, self.request.params
+        edits = self._editor.edits(logits, bans=bans)
+        allowed = self._mask()
+        if self._greedy:
+            return Draw(row=row, edits=edits, allowed=allowed)
+        return Draw(
+            row=row,
+            number=uniform(request.seed, request.index, request.num_output),
+            temperature=params.temperature or 1.0,
+            typical_p=params.typical_p or 1.0,
+            top_k=max(params.top_k or 0, 0),
+            top_p=params.top_p or 1.0,
+            min_p=params.min_p or 0.0,
+            edits=edits,
+            allowed=allowed,
+        )
+
+    def _mask(self) -> np.ndarray | None:
+        if self._matcher is None:
+            return self._allowed
+        mask = self._matcher.mask(self.request.tokens, self.request.num_prompt)
+        return mask if self._allowed is None else mask & self._allowed
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A chosen token, and its log-probabilities if they were asked for."""
+    """A chosen token, and its log-probabilities if they were asked for.
+
+    Args:
+        token_id: the token; -1 if none was left to choose.
+        logprob: under the model's own distribution.
+        error: why no token was left.
+    """
 
     token_id: int
     logprob: TokenLogprob | None
+    error: str | None = None
 
 
-def sample(
-    logits: torch.Tensor, requests: Sequence[tuple[int, Request, SamplerState]]
-) -> list[Sampled]:
-    """Return the next token of each request.
+class Sampler:
+    """Chooses tokens; made once per engine.
 
     Args:
-        logits: float32 `[rows, vocab]`.
-        requests: its row, which must be finite, the request and its state.
+        tokenizer: spells the words that requests forbid, and what structured output is made of.
+        vocab_size: width of a row of logits.
+        eos_ids: tokens that end a text.
+        threads: of the C++ kernels; the same as the model's, for they share a team.
     """
-    any_plain = any(state.plain for _, _, state in requests)
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        *,
+        vocab_size: int,
+        eos_ids: Iterable[int] = (),
+        threads: int = 1,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._compiler = GrammarCompiler(tokenizer, vocab_size=vocab_size, eos_ids=eos_ids)
+        self._native = NativeSampler(vocab_size, threads) if native.load() is not None else None
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Do what takes long for a new request: compile its grammar. Any thread may call.
+
+        Raises:
+            RequestError: structured output that cannot be followed.
+        """
+        if params.structured is not None:
+            self._compiler.compile(params.structured)
+
+    def start(self, request: Request) -> SamplerState:
+        """Return the state of a new request.
+
+        Raises:
+            RequestError: see `prepare`.
+        """
+        params = request.params
+        words = bad_word_ids(params.bad_words, self._tokenizer)
+        allowed = params.allowed_token_ids
+        structured = params.structured
+        return SamplerState(
+            request,
+            LogitEditor(request, words),
+            None if allowed is None else bits_of(allowed, self._vocab_size),
+            None if structured is None else self._compiler.matcher(structured),
+        )
+
+    def sample(
+        self, output: ModelOutput, choices: Sequence[tuple[int, SamplerState]]
+    ) -> list[Sampled]:
+        """Return the next token of some requests.
+
+        Args:
+            output: of the step.
+            choices: a row of its logits, which must be finite, and whose next token it gives.
+        """
+        plain = [state.plain for _, state in choices]
+        best = _most_likely(output) if any(plain) else []
+        drawn = [choice for choice, easy in zip(choices, plain, strict=True) if not easy]
+        tokens = iter(self._draw(output.logits, drawn) if drawn else ())
+        return [
+            _sampled(output.logits, row, state, best[row] if easy else next(tokens))
+            for (row, state), easy in zip(choices, plain, strict=True)
+        ]
+
+    def _draw(self, logits: torch.Tensor, choices: Sequence[tuple[int, SamplerState]]) -> list[int]:
+        if logits.device.type != "cpu":
+            rows = torch.tensor([row for row, _ in choices], device=logits.device)
+            logits = logits[rows].cpu()
+            choices = [(row, state) for row, (_, state) in enumerate(choices)]
+        values = logits.numpy()
+        tokens = self._choose(logits, [state.draw(row, values[row]) for row, state in choices])
+        for i, (row, state) in enumerate(choices):
+            if tokens[i] < 0:  # bans alone must not leave a request without a next token
+                (tokens[i],) = self._choose(logits, [state.draw(row, values[row], bans=False)])
+        return tokens
+
+    def _choose(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+        if self._native is None:
+            return [sampling.choose(logits[draw.row], draw) for draw in draws]
+        supported = [draw for draw in draws if self._native.unsupported_reason(draw) is None]
+        tokens = iter(self._native.choose(logits, supported))
+        return [
+            next(tokens)
+            if self._native.unsupported_reason(draw) is None
+            else sampling.choose(logits[draw.row], draw)
+            for draw in draws
+        ]
+
+
+def _most_likely(output: ModelOutput) -> list[int]:
     # Of equal ones argmax takes the lowest id.
-    best: list[int] = torch.argmax(logits, dim=-1).tolist() if any_plain else []
-    return [
-        _sample_row(logits[row], request, best[row] if state.plain else state.choose(logits[row]))
-        for row, request, state in requests
-    ]
+    best = torch.argmax(output.logits, dim=-1) if output.best is None else output.best
+    tokens: list[int] = best.tolist()
+    return tokens
 
 
-def _sample_row(logits: torch.Tensor, request: Request, token_id: int) -> Sampled:
-    count = request.params.logprobs
-    return Sampled(token_id, None if count is None else top_logprobs(logits, token_id, count))
+def _sampled(logits: torch.Tensor, row: int, state: SamplerState, token: int) -> Sampled:
+    if token < 0:
+        return Sampled(-1, None, state.error)
+    count = state.request.params.logprobs
+    return Sampled(token, None if count is None else top_logprobs(logits[row], token, count))

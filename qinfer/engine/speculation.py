@@ -20,13 +20,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from qinfer.engine.drafting import Drafter
 from qinfer.engine.jobs import Generation
 from qinfer.engine.payoff import Payoff
 from qinfer.engine.request import FinishReason, Request, RequestStatus, TokenLogprob
-from qinfer.engine.sampler import Sampled, sample
+from qinfer.engine.sampler import Sampled, Sampler
 from qinfer.kvcache.inputs import ModelOutput
 
 Clock = Callable[[], float]
@@ -39,20 +37,24 @@ class Verdict:
     Args:
         job: the request.
         row: of the logits after its last known token; those after the draft's tokens follow.
-        num_drafted: tokens of its draft that were computed.
+        draft: the tokens that were computed on trial.
         chosen: its new tokens.
         texts: the text that became certain with each.
+        num_right: drafted tokens that came true.
         reason: why the last of them ended it.
         bad_layer: the next row is not finite, first in this layer.
+        error: why no token was left to choose.
     """
 
     job: Generation
     row: int
-    num_drafted: int = 0
+    draft: tuple[int, ...] = ()
     chosen: list[Sampled] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    num_right: int = 0
     reason: FinishReason | None = None
     bad_layer: int | None = None
+    error: str | None = None
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -63,55 +65,48 @@ class Verdict:
     def logprobs(self) -> tuple[TokenLogprob, ...] | None:
         """One entry per new token, if asked for."""
         entries = tuple(c.logprob for c in self.chosen if c.logprob is not None)
-        return entries if len(entries) == len(self.chosen) else None
+        return entries or None
 
     @property
     def next_row(self) -> int:
         """The row that follows what was chosen."""
         return self.row + len(self.chosen)
 
-    @property
-    def num_right(self) -> int:
-        """Drafted tokens that came true."""
-        return min(len(self.chosen) - self._is_wrong(), self.num_drafted)
-
     def take(self, choice: Sampled) -> bool:
         """Add a token; True if the draft foresaw it, so that the next row counts too."""
-        request = self.job.request
+        if choice.error is not None:
+            self.error = choice.error
+            return False
+        foreseen = self.draft[len(self.chosen) : len(self.chosen) + 1] == (choice.token_id,)
+        self.num_right += foreseen
         self.chosen.append(choice)
-        request.tokens.append(choice.token_id)
+        self.job.request.tokens.append(choice.token_id)
         text, self.reason = self.job.output.push(choice.token_id)
         self.texts.append(text)
-        return self.reason is None and not self._is_wrong() and self.next_row <= self._last_row
+        return foreseen and self.reason is None
 
     def withdraw(self) -> None:
         """Take the new tokens off the request again: the scheduler adds them."""
         if self.chosen:
             del self.job.request.tokens[-len(self.chosen) :]
 
-    @property
-    def _last_row(self) -> int:
-        return self.row + self.num_drafted
 
-    def _is_wrong(self) -> bool:
-        """Tell whether the newest token is not what the draft says."""
-        count, draft = len(self.chosen), self.job.request.draft
-        return 0 < count <= self.num_drafted and draft[count - 1] != self.chosen[-1].token_id
-
-
-def judge(jobs: Sequence[tuple[Generation, int]], output: ModelOutput) -> list[Verdict]:
+def judge(
+    jobs: Sequence[tuple[Generation, int]], output: ModelOutput, sampler: Sampler
+) -> list[Verdict]:
     """Return what a step gave each request: as much of its draft as is right, and one token more.
 
     Args:
         jobs: requests whose drafts were computed, each with the row after its last known token.
         output: of the step.
+        sampler: chooses the tokens.
     """
     bad_layers: list[int] = output.bad_layers.tolist()
-    verdicts = [Verdict(job, row, len(job.request.draft)) for job, row in jobs]
+    verdicts = [Verdict(job, row, tuple(job.request.draft)) for job, row in jobs]
     going = verdicts
     try:
         while going:
-            going = _judge_next_rows(going, output.logits, bad_layers)
+            going = _judge_next_rows(going, output, bad_layers, sampler)
     finally:
         for verdict in verdicts:
             verdict.withdraw()
@@ -119,7 +114,7 @@ def judge(jobs: Sequence[tuple[Generation, int]], output: ModelOutput) -> list[V
 
 
 def _judge_next_rows(
-    verdicts: Sequence[Verdict], logits: torch.Tensor, bad_layers: Sequence[int]
+    verdicts: Sequence[Verdict], output: ModelOutput, bad_layers: Sequence[int], sampler: Sampler
 ) -> list[Verdict]:
     """Give each request one token more and return those whose drafts are right so far."""
     finite = []
@@ -129,8 +124,7 @@ def _judge_next_rows(
             verdict.bad_layer = layer
         else:
             finite.append(verdict)
-    rows = [(v.next_row, v.job.request, v.job.sampler) for v in finite]
-    choices = sample(logits, rows) if rows else []
+    choices = sampler.sample(output, [(v.next_row, v.job.sampler) for v in finite])
     return [v for v, choice in zip(finite, choices, strict=True) if v.take(choice)]
 
 
@@ -179,12 +173,12 @@ class Speculator:
             num_requests: that it computed something for.
             num_tokens: that it computed.
         """
-        num_drafted = sum(verdict.num_drafted for verdict in verdicts)
+        num_drafted = sum(len(verdict.draft) for verdict in verdicts)
         if num_tokens == num_requests + num_drafted:  # the step only decoded
             self._payoff.steps.add(num_tokens, self._clock() - self._started)
         for verdict in verdicts:
             request_id = verdict.job.request.id
-            self._payoff.add_result(request_id, verdict.num_drafted, verdict.num_right)
+            self._payoff.add_result(request_id, len(verdict.draft), verdict.num_right)
 
     def forget(self, request_id: str) -> None:
         """Let go of a request that has ended."""

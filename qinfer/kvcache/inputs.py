@@ -39,7 +39,10 @@ class ModelOutput:
         logits: float32 `[rows, vocab]`.
         bad_layers: int64 `[rows]`, the first decoder layer whose output of that token was not
             finite (`num_layers` = final norm or head), or -1 if all were.
+        best: int64 `[rows]`, the most likely token of each finite row, the lowest id of equals;
+            None if the model does not tell.
     """
 
     logits: torch.Tensor
     bad_layers: torch.Tensor
+    best: torch.Tensor | None = None

@@ -26,6 +26,10 @@ class ByteTokenizer:
     """Ids are bytes; `EOS` and the id before it are special."""
 
     special_ids = frozenset({EOS, EOS - 1})
+    vocab_size = VOCAB
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [byte - 32 for byte in text.encode()]
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id + 32])
@@ -46,6 +50,7 @@ class FakeRunner:
     def __init__(self, num_slots: int, *, vocab_size: int = VOCAB, poison: int | None = None):
         self.cache = torch.full((num_slots,), -1)
         self.vocab_size = vocab_size
+        self.num_threads = 1
         self.poison = poison
         self.num_tokens: list[int] = []  # of each step
         self.inputs: list[ModelInputs] = []

@@ -1,96 +1,128 @@
-import math
+"""Sampling of requests against transformers' processors and textbook loops, in both backends."""
+
+from typing import Any
 
 import pytest
 import torch
+from support.fake_engine import ByteTokenizer
 from transformers.generation.logits_process import (
-    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
-from qinfer.engine.params import SamplingParams
+from qinfer.engine.params import SamplingParams, StructuredOutput
 from qinfer.engine.request import Request
-from qinfer.engine.sampler import (
-    SamplerState,
-    draw,
-    filters_of,
-    keep_top_k,
-    keep_top_p,
-    sample,
-    top_logprobs,
-    uniform,
-)
+from qinfer.engine.sampler import Sampled, Sampler, bad_word_ids, uniform
+from qinfer.kernels import sampling
+from qinfer.kernels.cpu import native
+from qinfer.kernels.sampling import Draw
+from qinfer.kvcache.inputs import ModelOutput
 
 VOCAB = 500
+
+
+@pytest.fixture(params=["C++", "torch"], autouse=True)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test with the kernel and with the reference."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "load", lambda: None)
+    elif native.load() is None:
+        pytest.skip("the C++ library was not built (no compiler at installation)")
 
 
 def logits(seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
     return torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def make(params: SamplingParams, tokens: list[int] | None = None, **fields) -> Request:
-    tokens = tokens or [1, 2, 3]
-    return Request(
-        id="r", tokens=tokens, num_prompt=len(tokens), params=params, max_length=99, **fields
-    )
+def make(params: SamplingParams, tokens: list[int] | None = None, **fields: Any) -> Request:
+    tokens = [1, 2, 3] if tokens is None else tokens
+    fields = {"num_prompt": len(tokens), **fields}
+    return Request(id="r", tokens=tokens, params=params, max_length=99, **fields)
+
+
+def sampler_of(vocab: int = VOCAB) -> Sampler:
+    return Sampler(ByteTokenizer(), vocab_size=vocab, eos_ids={63})
+
+
+def sample(rows: torch.Tensor, requests: list[Request], *, told: bool = False) -> list[Sampled]:
+    """Return the choices of fresh requests; `told`: the model says what is most likely."""
+    sampler = sampler_of(rows.shape[1])
+    bad_layers = torch.full((len(rows),), -1)
+    output = ModelOutput(rows, bad_layers, rows.argmax(-1) if told else None)
+    return sampler.sample(output, [(i, sampler.start(r)) for i, r in enumerate(requests)])
 
 
 def choose(row: torch.Tensor, request: Request) -> int:
-    state = SamplerState(request, row.shape[0], "cpu")
-    return sample(row.unsqueeze(0), [(0, request, state)])[0].token_id
+    return sample(row.unsqueeze(0), [request])[0].token_id
 
 
-@pytest.mark.parametrize(
-    ("params", "warpers"),
-    [
-        ({"temperature": 0.7}, [TemperatureLogitsWarper(0.7)]),
-        ({"top_k": 7}, [TopKLogitsWarper(7)]),
-        ({"top_p": 0.8}, [TopPLogitsWarper(0.8)]),
-        ({"top_p": 0.9999}, [TopPLogitsWarper(0.9999)]),
-        ({"min_p": 0.05}, [MinPLogitsWarper(0.05)]),
-        (
-            {"temperature": 1.5, "top_k": 50, "top_p": 0.7, "min_p": 0.01},
-            [
-                TemperatureLogitsWarper(1.5),
-                TopKLogitsWarper(50),
-                TopPLogitsWarper(0.7),
-                MinPLogitsWarper(0.01),
-            ],
-        ),
-    ],
-)
-def test_filters_leave_the_distribution_that_transformers_leaves(params, warpers) -> None:
-    row = logits()
-    ours = row
-    for step in filters_of(SamplingParams(**params)):
-        ours = step(ours)
-    theirs = row.unsqueeze(0)
-    for warper in warpers:
-        theirs = warper(torch.tensor([[0]]), theirs)
-    torch.testing.assert_close(ours.softmax(-1), theirs[0].softmax(-1), atol=1e-6, rtol=1e-4)
+def greedy(**fields: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, **fields)
 
 
 def test_repetition_penalty_is_that_of_transformers() -> None:
     row = logits(3)
     tokens = [5, 9, 5, 77, int(row.argmax())]
-    params = SamplingParams(temperature=0.0, repetition_penalty=1.8)
-    request = make(params, tokens)
+    request = make(greedy(repetition_penalty=1.8), tokens, num_prompt=2)
     penalized = RepetitionPenaltyLogitsProcessor(1.8)(torch.tensor([tokens]), row.unsqueeze(0))[0]
     assert choose(row, request) == int(penalized.argmax())
     assert choose(row, request) != int(row.argmax())
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_all_changes_of_the_row_in_a_textbook_loop(temperature: float) -> None:
+    """E04: each output token in turn, with everything that a request can change in its row."""
+    params = SamplingParams(
+        temperature=temperature,
+        repetition_penalty=1.3,
+        presence_penalty=0.7,
+        frequency_penalty=0.4,
+        logit_bias={7: 5.0, 8: -100.0, 400: 2.5},
+        allowed_token_ids=tuple(range(3, 450)),
+        min_tokens=6,
+        seed=5,
+    )
+    request = make(params, [3, 4, 7, 200], stop_ids=frozenset({50, 51}), seed=5)
+    sampler = sampler_of()
+    state = sampler.start(request)
+    for step in range(12):
+        row = logits(step) * 0.5
+        changed = row.clone()
+        for token, bias in ((7, 5.0), (8, -100.0), (400, 2.5)):
+            changed[token] += bias
+        if step < 6:
+            changed[[50, 51]] = -torch.inf
+        changed[:3] = changed[450:] = -torch.inf
+        output = request.tokens[4:]
+        for token in set(request.tokens):
+            changed[token] *= 1 / 1.3 if changed[token] > 0 else 1.3
+        for token in set(output):
+            changed[token] -= 0.4 * output.count(token) + 0.7
+        if temperature:
+            draw = Draw(row=0, number=uniform(5, 0, step), temperature=temperature)
+            expected = sampling.choose(changed, draw)
+        else:
+            expected = int(changed.argmax())
+        result = sampler.sample(ModelOutput(row[None], torch.tensor([-1])), [(0, state)])
+        assert result[0].token_id == expected
+        request.tokens.append(expected)
+
+
 def test_the_history_grows_with_the_output() -> None:
-    request = make(SamplingParams(temperature=0.0, repetition_penalty=5.0), [0])
-    state = SamplerState(request, VOCAB, "cpu")
-    row = logits(4).abs()
-    order = torch.argsort(row, descending=True).tolist()
-    for expected in order[:5]:
-        token = state.choose(row)
-        assert token == expected
-        request.tokens.append(token)
+    """A token that was drafted and judged is seen by the next row, and not twice later."""
+    request = make(greedy(frequency_penalty=2.0), [0])
+    sampler = sampler_of(40)
+    state = sampler.start(request)
+    row = torch.arange(40, dtype=torch.float32)
+    output = ModelOutput(row[None], torch.tensor([-1]))
+    chosen = []
+    for _ in range(6):
+        chosen.append(sampler.sample(output, [(0, state)])[0].token_id)
+        request.tokens.append(chosen[-1])
+    assert chosen == [39, 38, 37, 39, 36, 38]  # 39 costs 2 once it was there, then 4
+    del request.tokens[-2:]
+    request.tokens += [36, 38]
+    assert sampler.sample(output, [(0, state)])[0].token_id == 35
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-38, 1e-6, 9e-6])
@@ -100,51 +132,12 @@ def test_tiny_temperatures_are_greedy(temperature: float) -> None:
     assert choose(row, make(SamplingParams(temperature=temperature))) == int(row.argmax())
 
 
-@pytest.mark.parametrize("temperature", [1e-5, 1e-4, 100.0])
-def test_extreme_temperatures_stay_finite(temperature: float) -> None:
-    """E08: fp32 logits divided by a small temperature must not turn into NaN."""
-    row = logits(1) * 1e4
-    (step,) = filters_of(SamplingParams(temperature=temperature))
-    assert step(row).softmax(-1).isfinite().all()
-    if temperature <= 1e-4:
-        assert choose(row, make(SamplingParams(temperature=temperature))) == int(row.argmax())
-
-
 def test_ties_go_to_the_lowest_id_in_greedy() -> None:
     """E02: the tie-break rule is fixed."""
     row = torch.zeros(VOCAB)
     row[[40, 7, 300]] = 5.0
-    assert choose(row, make(SamplingParams(temperature=0.0))) == 7
-    assert choose(row, make(SamplingParams(temperature=0.0, repetition_penalty=1.5), [1])) == 7
-
-
-def test_ties_at_the_border_are_kept_together() -> None:
-    row = torch.tensor([1.0, 3.0, 3.0, 3.0, 0.0])
-    assert keep_top_k(row, 2).isfinite().tolist() == [False, True, True, True, False]
-    assert keep_top_p(row, 0.3).isfinite().tolist() == [False, True, True, True, False]
-
-
-@pytest.mark.parametrize("p", [1e-9, 0.5, 1.0 - 1e-7])
-def test_top_p_keeps_at_least_one_and_looks_beyond_the_first_try(p: float) -> None:
-    row = torch.zeros(2000)  # flat: half of the mass needs more than the first 256
-    row[3] = 1e-3
-    kept = int(keep_top_p(row, p).isfinite().sum())
-    assert kept == (1 if p < 0.1 else 2000)
-
-
-def test_draws_follow_the_distribution() -> None:
-    row = torch.tensor([0.0, 1.0, 2.0, -torch.inf])
-    counts = torch.zeros(4)
-    for position in range(4000):
-        counts[draw(row, uniform(1, 0, position))] += 1
-    torch.testing.assert_close(counts / 4000, row.softmax(-1), atol=0.03, rtol=0)
-
-
-@pytest.mark.parametrize("number", [0.0, 0.5, 1.0 - 2**-53])
-def test_the_ends_of_the_unit_interval_never_draw_the_impossible(number: float) -> None:
-    row = torch.full((VOCAB,), -torch.inf)
-    row[[17, 42]] = 0.3
-    assert draw(row, number) in {17, 42}
+    assert choose(row, make(greedy())) == 7
+    assert choose(row, make(greedy(repetition_penalty=1.5), [1])) == 7
 
 
 def test_random_numbers_depend_on_seed_sample_and_position_only() -> None:
@@ -158,29 +151,44 @@ def test_random_numbers_depend_on_seed_sample_and_position_only() -> None:
 def test_stop_tokens_are_masked_below_min_tokens() -> None:
     row = logits(5)
     best, second = torch.topk(row, 2).indices.tolist()
-    params = SamplingParams(temperature=0.0, min_tokens=2)
-    request = make(params, stop_ids=frozenset({best}))
+    request = make(greedy(min_tokens=2), stop_ids=frozenset({best}))
     assert choose(row, request) == second
     request.tokens += [8, 8]
     assert choose(row, request) == best
 
 
-@pytest.mark.parametrize("count", [0, 1, 5, 20])
-def test_logprobs_are_those_of_the_model_and_exactly_as_many(count: int) -> None:
-    """E10: raw log-softmax, the chosen token always there, exactly N others."""
-    row = logits(6)
-    expected = row.double().log_softmax(-1)
-    result = top_logprobs(row, 13, count)
-    assert result.token_id == 13
-    assert result.logprob == pytest.approx(float(expected[13]), abs=1e-5)
-    assert [token for token, _ in result.top] == torch.topk(expected, count).indices.tolist()
-    assert all(value <= 0 for _, value in result.top)
+def test_bans_alone_do_not_leave_a_request_without_a_token() -> None:
+    request = make(greedy(min_tokens=2, allowed_token_ids=(9,)), stop_ids=frozenset({9}))
+    assert choose(logits(), request) == 9
 
 
-def test_equal_logprobs_are_listed_by_id() -> None:
-    row = torch.zeros(50)
-    row[[30, 20, 10]] = 2.0
-    assert [token for token, _ in top_logprobs(row, 0, 4).top] == [10, 20, 30, 0]
+def test_a_request_without_a_token_to_choose_fails_alone() -> None:
+    """What is left of allowed tokens and of the grammar has nothing in common."""
+    hopeless = make(greedy(allowed_token_ids=(9,), structured=StructuredOutput(choice=("a",))))
+    row = logits(0, 64)
+    failed, fine = sample(torch.stack([row, row]), [hopeless, make(greedy())])
+    assert failed.token_id == -1
+    assert "no token is left to choose" in str(failed.error)
+    assert fine == Sampled(int(row.argmax()), None)
+
+
+def test_bad_words_are_never_completed() -> None:
+    """Against transformers' processor, over the output alone, as vLLM does it."""
+    words = [(7,), (3, 4), (3, 5, 6)]
+    tokens = [3, 4, 3, 5]
+    sampler = sampler_of(64)
+    for cut in range(5):
+        row = logits(cut, 64)
+        row[[4, 6, 7]] += 20.0
+        request = make(greedy(bad_words=("'", "#$", "#%&")), tokens[:cut], num_prompt=0)
+        assert bad_word_ids(request.params.bad_words, ByteTokenizer())[::2] == words
+        # transformers wants a token before; one that no word has
+        history = torch.tensor([[60, *tokens[:cut]]])
+        processor = NoBadWordsLogitsProcessor([list(word) for word in words])
+        expected = processor(history, row.unsqueeze(0))[0]
+        state = sampler.start(request)
+        (result,) = sampler.sample(ModelOutput(row[None], torch.tensor([-1])), [(0, state)])
+        assert result.token_id == int(expected.argmax())
 
 
 def test_logprobs_do_not_change_with_temperature_or_penalty() -> None:
@@ -191,9 +199,7 @@ def test_logprobs_do_not_change_with_temperature_or_penalty() -> None:
         params = SamplingParams(
             temperature=temperature, repetition_penalty=penalty, logprobs=2, seed=1
         )
-        request = make(params)
-        state = SamplerState(request, VOCAB, "cpu")
-        (result,) = sample(row.unsqueeze(0), [(0, request, state)])
+        (result,) = sample(row.unsqueeze(0), [make(params)])
         assert result.logprob is not None
         seen.add(result.logprob.top)
         assert result.logprob.logprob == pytest.approx(
@@ -202,23 +208,28 @@ def test_logprobs_do_not_change_with_temperature_or_penalty() -> None:
     assert len(seen) == 1
 
 
-def test_a_row_is_sampled_the_same_whatever_is_beside_it() -> None:
+@pytest.mark.parametrize("told", [True, False])
+def test_a_row_is_sampled_the_same_whatever_is_beside_it(told: bool) -> None:
     """E02: bit-equal choices and log-probabilities, alone or among others."""
     rows = torch.stack([logits(seed) for seed in range(16)])
     kinds = [
         SamplingParams(temperature=0.0, logprobs=3),
         SamplingParams(temperature=1.3, top_p=0.9, seed=5, logprobs=3),
         SamplingParams(temperature=0.8, top_k=20, repetition_penalty=1.2, seed=6, logprobs=3),
+        SamplingParams(temperature=0.8, typical_p=0.7, seed=6, logprobs=3),
     ]
-    requests = [make(kinds[i % 3], seed=i) for i in range(16)]
-    states = [SamplerState(request, VOCAB, "cpu") for request in requests]
-    together = sample(rows, [(i, requests[i], states[i]) for i in range(16)])
+    together = sample(rows, [make(kinds[i % 4], seed=i) for i in range(16)], told=told)
     for i in range(16):
-        alone = sample(rows[i : i + 1], [(0, requests[i], states[i])])
+        alone = sample(rows[i : i + 1], [make(kinds[i % 4], seed=i)], told=told)
         assert alone == [together[i]]
 
 
-def test_min_p_and_top_k_beyond_the_vocabulary_change_nothing() -> None:
-    row = logits(8)
-    assert torch.equal(keep_top_k(row, VOCAB + 1), row)
-    assert math.isfinite(float(row.sum()))
+def test_the_model_s_own_argmax_is_taken_for_plain_requests() -> None:
+    rows = torch.stack([logits(1), logits(2)])
+    told = ModelOutput(rows, torch.tensor([-1, -1]), torch.tensor([17, 18]))
+    sampler = sampler_of()
+    plain = sampler.start(make(greedy()))
+    edited = sampler.start(make(greedy(logit_bias={17: -1.0})))
+    choices = sampler.sample(told, [(1, plain), (0, edited), (0, plain)])
+    assert [choice.token_id for choice in choices] == [18, int(rows[0].argmax()), 17]
+    assert sampler.sample(told, []) == []
