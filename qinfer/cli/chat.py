@@ -3,7 +3,7 @@
 import click
 
 from qinfer.cli import console
-from qinfer.cli.live import stream
+from qinfer.cli.conversation import Conversation
 from qinfer.cli.loading import load_llm
 from qinfer.cli.options import (
     EngineOptions,
@@ -12,11 +12,7 @@ from qinfer.cli.options import (
     model_argument,
     sampling_options,
 )
-from qinfer.engine.llm import LLM
 from qinfer.engine.params import SamplingParams
-from qinfer.errors import RequestError
-
-HELP = "/exit ends, /reset forgets the conversation, Ctrl-C stops an answer"
 
 
 @click.command(short_help="Chat with a model at the terminal.")
@@ -35,8 +31,9 @@ def command(
 ) -> None:
     """Chat with MODEL (directory, hub id or .gguf file) through its chat template.
 
-    A line is a message; the answer streams. /exit ends, /reset forgets the conversation, Ctrl-C
-    stops an answer. The conversation grows until the context is full, which is said, not hidden.
+    A line is a message; the answer streams. /set changes sampling, /stats shows speed and memory,
+    /help lists all commands; Ctrl-C stops an answer. The conversation grows until the context is
+    full, which is said, not hidden.
 
     \b
     Examples:
@@ -44,28 +41,10 @@ def command(
       qinfer chat MODEL --system "Answer in one sentence." --temperature 0.7 --kv-cache-dtype int8
     """
     with load_llm(model, engine, chat_template=chat_template) as llm:
-        opening = [] if system is None else [{"role": "system", "content": system}]
-        console.remark(HELP)
-        _converse(llm, opening, params)
-
-
-def _converse(llm: LLM, opening: list[dict[str, str]], params: SamplingParams) -> None:
-    """Take messages until the end of input; an error costs only the message that caused it."""
-    history = list(opening)
-    while (line := _read_line()) != "/exit":
-        if line == "/reset":
-            history = list(opening)
-            console.remark("the conversation is forgotten")
-        elif line.startswith("/"):
-            console.remark(HELP)
-        elif line:
-            message = {"role": "user", "content": line}
-            try:
-                answer = _answer(llm, [*history, message], params)
-            except RequestError as error:
-                console.warn(f"{error} (/reset starts anew)")
-                continue
-            history += [message, {"role": "assistant", "content": answer}]
+        console.remark("/exit ends, /help lists the commands, Ctrl-C stops an answer")
+        conversation = Conversation(llm, params, system)
+        while conversation.take(_read_line()):
+            pass
 
 
 def _read_line() -> str:
@@ -76,14 +55,3 @@ def _read_line() -> str:
         click.echo()
         return "/exit"
     return text.strip()
-
-
-def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> str:
-    """Print the answer as it comes, and return it."""
-    prompt = llm.tokenizer.apply_chat_template(messages)
-    pieces = []
-    for event in stream(llm.core, prompt, params):
-        pieces.append(event.text)
-        click.echo(event.text, nl=False)
-    click.echo()
-    return "".join(pieces)

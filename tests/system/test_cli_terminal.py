@@ -71,6 +71,36 @@ def test_chat_says_when_the_context_is_full(script_model):
     assert result.stdout.strip() == TEXT
 
 
+def test_chat_sets_parameters_and_says_what_is_wrong_with_them(script_model):
+    lines = [
+        *("/set", "/set max_tokens 3", "hello", "/set max_tokens none", "hello"),
+        *("/set temperature hot", "/set nonsense 1", '/set stop ["DE"]', "hello", "/exit"),
+    ]
+    result = run("chat", script_model, "--temperature", 0, input="\n".join(lines))
+    assert [line for line in result.stdout.splitlines() if line] == ["ABC", TEXT, "ABC"]
+    assert "temperature 0" in result.stderr
+    assert "max_tokens 3" in result.stderr
+    assert "there is no nonsense" in result.stderr
+    assert 'stop ["DE"]' in result.stderr
+
+
+def test_chat_retries_takes_back_and_saves(script_model, tmp_path):
+    file = tmp_path / "talk.json"
+    lines = [
+        *("/retry", "one", "/retry", "two", "/undo", f"/save {file}", "/save"),
+        *(f"/save {tmp_path / 'no/where.json'}", "/system be brief", "three", "/stats"),
+    ]
+    result = run("chat", script_model, "--temperature", 0, input="\n".join(lines))
+    assert result.exit_code == 0
+    talk = json.loads(file.read_text(encoding="utf-8"))["messages"]
+    assert talk == [{"role": "user", "content": "one"}, {"role": "assistant", "content": TEXT}]
+    assert result.stdout.count(TEXT) == 4
+    for remark in ("there is no message yet", "2 messages are left", "say where", "cannot write"):
+        assert remark in result.stderr
+    assert "tokens/s" in result.stderr
+    assert "conversation: 2 messages" in result.stderr
+
+
 def test_chat_takes_a_template_and_a_system_message(script_model, tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text(
