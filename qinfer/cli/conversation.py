@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -208,12 +209,12 @@ class Conversation:
         console.remark("the conversation is forgotten")
 
 
-def _value(name: str, text: str) -> object:
+def _value(name: str, text: str) -> Any:
     """Return what a user wrote for a parameter: JSON where it is JSON, else text; none = unset."""
     if text.lower() in ("none", ""):
         return next(entry.default for entry in fields(SamplingParams) if entry.name == name)
     try:
-        value: object = json.loads(text)
+        value: Any = json.loads(text)
     except ValueError:
         return text
     return tuple(value) if isinstance(value, list) else value
