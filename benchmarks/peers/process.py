@@ -48,13 +48,19 @@ class EngineProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log
         common = [f"OMP_NUM_THREADS={threads}", "HF_HUB_OFFLINE=1", "TOKENIZERS_PARALLELISM=0"]
-        self._process = subprocess.Popen(
-            ["env", *common, *variables, python, str(HERE / script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log.open("ab"),
-            text=True,
-        )
+        # Answers have a pipe of their own: libraries print as they like, from their import on.
+        reader, writer = os.pipe()
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                ["env", *common, *variables, python, str(HERE / script), str(writer)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                text=True,
+                pass_fds=(writer,),
+            )
+        os.close(writer)
+        self._answers = os.fdopen(reader, encoding="utf-8")
 
     def ask(self, timeout: float = 900, **message: Any) -> Any:
         """Send a message and return the answer; the process is stopped before and after.
@@ -62,16 +68,16 @@ class EngineProcess:
         Raises:
             EngineError: it failed, died or did not answer in time.
         """
-        stdin, stdout = self._process.stdin, self._process.stdout
-        if stdin is None or stdout is None or self._process.poll() is not None:
+        stdin = self._process.stdin
+        if stdin is None or self._process.poll() is not None:
             raise EngineError(f"the process has ended: {self._last_words()}")
         self._process.send_signal(signal.SIGCONT)
         stdin.write(json.dumps(message) + "\n")
         stdin.flush()
-        if not select.select([stdout], [], [], timeout)[0]:
+        if not select.select([self._answers], [], [], timeout)[0]:
             self.kill()
             raise EngineError(f"no answer within {timeout:.0f} s")
-        line = stdout.readline()
+        line = self._answers.readline()
         if not line:
             status = self._process.wait()
             raise EngineError(f"the process died ({status}): {self._last_words()}")
@@ -129,6 +135,7 @@ class EngineProcess:
         """End it."""
         self._process.kill()
         self._process.wait()
+        self._answers.close()
 
 
 def busy_seconds() -> float:

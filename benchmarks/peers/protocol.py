@@ -72,12 +72,8 @@ def random_prompts(seed: int, count: int, length: int, vocab_size: int) -> list[
 
 
 def serve(prepare: Callable[[Settings], None], load: Callable[[Settings], Engine]) -> None:
-    """Answer the orchestrator until it closes the pipe.
-
-    Libraries print as they like: what they write to the standard output goes to the log.
-    """
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+    """Answer the orchestrator until it closes the pipe; the answers' one is the first argument."""
+    answers = os.fdopen(int(sys.argv[1]), "w", buffering=1)
     engine: Engine | None = None
     settings: Settings = {}
     for line in sys.stdin:
