@@ -13,8 +13,8 @@ from typing import Any, Self
 from qinfer.engine import host
 from qinfer.engine.config import from_options
 from qinfer.engine.core import EngineCore
-from qinfer.engine.load import Engine, Source, cache_layout, load_engine
-from qinfer.engine.memory import MemoryReport
+from qinfer.engine.load import Engine, Source, load_engine
+from qinfer.engine.memory import MemoryReport, cache_layout
 from qinfer.engine.params import SamplingParams
 from qinfer.engine.request import RequestOutput
 from qinfer.engine.runs import GenerationRun, OnLogprobs, ScoringRun

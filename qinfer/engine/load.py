@@ -16,11 +16,11 @@ from qinfer.engine.config import EngineConfig, resolve
 from qinfer.engine.core import EngineCore
 from qinfer.engine.memory import (
     DeviceMemory,
-    activation_bytes,
+    cache_layout,
     check_weights_fit,
-    logits_bytes,
     max_logit_rows,
     plan_pool,
+    step_memory,
     with_plan,
 )
 from qinfer.engine.params import SamplingDefaults
@@ -28,13 +28,11 @@ from qinfer.engine.runner import Runner
 from qinfer.engine.scheduler import Scheduler
 from qinfer.engine.static import StaticScheduler
 from qinfer.kernels.spec import KERNEL_DEVICES
-from qinfer.kvcache.layout import KVLayout
 from qinfer.kvcache.pool import KVPool
 from qinfer.models.causal_lm import CausalLM
 from qinfer.models.config import ModelConfig
 from qinfer.models.native_load import LoadOptions, load_model
 from qinfer.models.tokenizer import Tokenizer, load_tokenizer
-from qinfer.schemes import parse_kv_dtype
 
 _log = logging.getLogger(__name__)
 
@@ -114,7 +112,7 @@ def load_engine(model: str | Path, config: EngineConfig, source: Source) -> Engi
     )
     _set_threads(resolved, decoder)
     layout = cache_layout(model_config, resolved)
-    activations = _activation_bytes(decoder, resolved)
+    activations = step_memory(decoder, resolved)
     plan = plan_pool(
         resolved,
         layout,
@@ -135,27 +133,6 @@ def load_engine(model: str | Path, config: EngineConfig, source: Source) -> Engi
         device=final.device,
     )
     return Engine(final, model_config, checkpoint, tokenizer, decoder, pool, core, activations)
-
-
-def cache_layout(model: ModelConfig, config: EngineConfig) -> KVLayout:
-    """Return the shape of the cache for resolved settings."""
-    return KVLayout(
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        scheme=parse_kv_dtype(config.kv_cache_dtype),
-        block_size=config.block_size,
-    )
-
-
-def _activation_bytes(decoder: CausalLM, config: EngineConfig) -> int:
-    """Return the predicted bytes of a full step of resolved settings, beside weights and cache."""
-    tokens = config.max_num_batched_tokens
-    rows = min(max_logit_rows(config.max_num_seqs), tokens)
-    kept = decoder.step_bytes(cache_layout(decoder.config, config), tokens, rows)
-    if kept is not None:
-        return kept + logits_bytes(decoder.config, rows)  # a copy for log-softmax or sampling
-    return activation_bytes(decoder.config, config.dtype, max_tokens=tokens, max_rows=rows)
 
 
 def make_scheduler(config: EngineConfig, num_blocks: int, *, cache_key: str) -> Scheduler:

@@ -5,11 +5,13 @@ be held against what is there.
 """
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from qinfer.engine.config import EngineConfig, parse_size
 from qinfer.errors import CapacityError, ConfigError
 from qinfer.kvcache.layout import KVLayout
 from qinfer.models.config import ModelConfig
+from qinfer.schemes import parse_kv_dtype
 
 MAX_LOGIT_ROWS = 128
 _FLOAT32_BYTES = 4
@@ -58,12 +60,36 @@ class DeviceMemory:
     total: int
 
 
+class SteppedModel(Protocol):
+    """What is asked of a model about the memory of its steps; see `models.causal_lm`."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's facts."""
+        ...
+
+    def step_bytes(self, layout: KVLayout, max_tokens: int, max_rows: int) -> int | None:
+        """Return what steps of this size keep beside weights and cache; None = nothing."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
     """The cache pool that was decided on, and the context that it allows."""
 
     num_blocks: int
     max_model_len: int
+
+
+def cache_layout(model: ModelConfig, config: EngineConfig) -> KVLayout:
+    """Return the shape of the cache for resolved settings."""
+    return KVLayout(
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        scheme=parse_kv_dtype(config.kv_cache_dtype),
+        block_size=config.block_size,
+    )
 
 
 def max_logit_rows(max_num_seqs: int) -> int:
@@ -93,6 +119,16 @@ def activation_bytes(model: ModelConfig, dtype: str, *, max_tokens: int, max_row
     return max_tokens * (linear + attention) + 2 * logits_bytes(model, max_rows)
 
 
+def step_memory(model: SteppedModel, config: EngineConfig) -> int:
+    """Return the predicted bytes of a full step of resolved settings, beside weights and cache."""
+    tokens = config.max_num_batched_tokens
+    rows = min(max_logit_rows(config.max_num_seqs), tokens)
+    kept = model.step_bytes(cache_layout(model.config, config), tokens, rows)
+    if kept is not None:
+        return kept + logits_bytes(model.config, rows)  # a copy for log-softmax or sampling
+    return activation_bytes(model.config, config.dtype, max_tokens=tokens, max_rows=rows)
+
+
 def check_weights_fit(config: EngineConfig, checkpoint_bytes: int, memory: DeviceMemory) -> None:
     """Refuse a model whose weights alone do not fit, before anything is loaded.
 
@@ -118,6 +154,7 @@ def plan_pool(
     activations: int,
     memory: DeviceMemory,
     max_len_given: bool,
+    draft_block_bytes: int = 0,
 ) -> PoolPlan:
     """Decide the number of cache blocks, and shorten the context if it must be.
 
@@ -133,6 +170,7 @@ def plan_pool(
         activations: see `activation_bytes`.
         memory: what the device has now, the weights being loaded.
         max_len_given: the user asked for this `max_model_len`, so it is not shortened.
+        draft_block_bytes: of a draft model's cache, which has as many blocks; 0 = there is none.
 
     Raises:
         CapacityError: it does not fit; says what is needed, what there is, and what helps.
@@ -142,18 +180,19 @@ def plan_pool(
         raise ConfigError("max_model_len must be resolved before the pool is planned")
     room, source = _room(config, memory, weights_bytes=weights_bytes, activations=activations)
     wanted = config.num_blocks or config.max_num_seqs * layout.num_blocks(max_len)
-    num_blocks = min(wanted, layout.blocks_in(max(room, 0)))
+    block_bytes = layout.block_bytes + draft_block_bytes
+    num_blocks = min(wanted, max(room, 0) // block_bytes)
     if config.num_blocks is not None and num_blocks < config.num_blocks:
         raise CapacityError(
-            f"does not fit: num_blocks={config.num_blocks} of {_gib(layout.block_bytes)} each are "
-            f"{_gib(config.num_blocks * layout.block_bytes)}, but {source} leaves "
+            f"does not fit: num_blocks={config.num_blocks} of {_gib(block_bytes)} each are "
+            f"{_gib(config.num_blocks * block_bytes)}, but {source} leaves "
             f"{_gib(max(room, 0))} for the cache; at most {num_blocks} blocks fit"
         )
     if num_blocks >= layout.num_blocks(max_len):
         return PoolPlan(num_blocks, max_len)
     if num_blocks and not max_len_given:
         return PoolPlan(num_blocks, num_blocks * layout.block_size)
-    needed = layout.num_blocks(max_len if max_len_given else 1) * layout.block_bytes
+    needed = layout.num_blocks(max_len if max_len_given else 1) * block_bytes
     raise CapacityError(
         f"does not fit: weights {_gib(weights_bytes)} + activations {_gib(activations)} + cache "
         f"{_gib(needed)} for one sequence of {max_len if max_len_given else layout.block_size} "

@@ -42,7 +42,3 @@ class KVLayout:
     def num_blocks(self, num_tokens: int) -> int:
         """Return the blocks that `num_tokens` of one sequence occupy."""
         return -(-num_tokens // self.block_size)
-
-    def blocks_in(self, num_bytes: int) -> int:
-        """Return the blocks that fit into `num_bytes`."""
-        return num_bytes // self.block_bytes

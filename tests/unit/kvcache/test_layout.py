@@ -25,12 +25,6 @@ def test_m01_tokens_are_rounded_up_to_blocks(tokens: int, blocks: int) -> None:
     assert SMOLLM2.num_blocks(tokens) == blocks
 
 
-def test_only_whole_blocks_fit() -> None:
-    assert SMOLLM2.blocks_in(3 * SMOLLM2.block_bytes) == 3
-    assert SMOLLM2.blocks_in(3 * SMOLLM2.block_bytes - 1) == 2
-    assert SMOLLM2.blocks_in(0) == 0
-
-
 def test_more_layers_cost_in_proportion() -> None:
     """M01: the layer count of the config, not a constant."""
     twice = replace(SMOLLM2, num_layers=60)
