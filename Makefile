@@ -1,6 +1,6 @@
 # The commands of a day's work. Each makes `.venv` with what it needs; the second time it is there.
 
-.PHONY: setup demo test lint format bench clean
+.PHONY: setup demo test test-browser lint format bench clean
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
@@ -19,7 +19,7 @@ INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard qinfer/kernel
 help:
 	@echo "make setup   install into $(VENV): qinfer with its C++ library, and what tests need"
 	@echo "make demo    a small real model: quantize, evaluate, measure; one table and report.html"
-	@echo "make test    the test suite"
+	@echo "make test    the test suite; make test-browser: of it, the web page in Chromium"
 	@echo "make lint    format, lint, layers and types, checked"
 	@echo "make bench   speed of the demo model on this machine"
 
@@ -40,6 +40,9 @@ demo: setup
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(ARGS)
+
+test-browser: setup
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/browser $(ARGS)
 
 lint: setup
 	$(BIN)/ruff format --check
