@@ -15,7 +15,7 @@ export function welcome(model, choose) {
   const limit = model?.max_model_len ? `It reads and writes up to ${count(model.max_model_len)} tokens at a time.` : null;
   return h("div", { class: "welcome" },
     h("h1", { text: model ? model.label : "qinfer" }),
-    h("p", { text: ["Runs on this server; nothing leaves it.", limit].filter(Boolean).join(" ") }),
+    h("p", { text: ["Runs on this server. Nothing is sent elsewhere.", limit].filter(Boolean).join(" ") }),
     h("div", { class: "ideas" }, ...IDEAS.map(([name, text]) =>
       h("button", { type: "button", class: "idea", on: { click: () => choose(text) } }, h("strong", { text: name }), h("span", { text })))));
 }
