@@ -41,6 +41,9 @@ def test_options_arrive_as_engine_fields():
     assert engine.config["memory"] == "8GiB"
     assert engine.config["enable_prefix_caching"] is False
     assert engine.config["seed"] == 3
+    _, engine = run(["--batching", "static", "--num-blocks", "40", "--max-queue", "0"])
+    config = EngineConfig(**engine.config)
+    assert (config.batching, config.num_blocks, config.max_queue) == ("static", 40, 0)
 
 
 def test_a_verb_may_leave_options_out():
@@ -57,6 +60,10 @@ def test_a_verb_may_leave_options_out():
         (["--memory", "lots"], "lots"),
         (["--max-num-seqs", "0"], "0"),
         (["--device", "tpu"], "tpu"),
+        (["--memory-fraction", "0"], "0"),
+        (["--num-blocks", "0"], "0"),
+        (["--max-queue", "-1"], "-1"),
+        (["--batching", "dynamic"], "dynamic"),
     ],
 )
 def test_k12_bad_values_end_at_the_command_line(arguments, message):
