@@ -20,6 +20,7 @@ help:
 	@echo "make setup   install into $(VENV): qinfer with its C++ library, and what tests need"
 	@echo "make demo    a small real model: quantize, evaluate, measure; one table and report.html"
 	@echo "make test    the test suite; make test-browser: of it, the web page in Chromium"
+	@echo "make soak    500 clients, 5,000 requests against one server: nothing lost, nothing wrong"
 	@echo "make lint    format, lint, layers and types, checked"
 	@echo "make bench   speed of the demo model on this machine"
 
@@ -43,6 +44,9 @@ test: setup
 
 test-browser: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/browser $(ARGS)
+
+soak: setup
+	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/soak.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff format --check
