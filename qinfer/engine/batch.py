@@ -1,5 +1,8 @@
 """From a scheduled batch to the index tensors of a step: the only place that builds them."""
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 
 from qinfer.engine.scheduler import Batch
@@ -14,33 +17,49 @@ def build(batch: Batch, block_size: int, device: str = "cpu") -> ModelInputs:
         block_size: tokens per cache block.
         device: where the tensors go.
     """
+    # By numpy: of these sizes, an operation of torch takes several times as long.
     tokens: list[int] = []
-    positions: list[int] = []
     rows: list[int] = []
+    first: list[int] = []  # of each sequence, the position of its first token
+    counts: list[int] = []
     tables: list[list[int]] = []
     for request, num_new in batch.sequences:
-        start, end = request.num_computed, request.num_computed + num_new
+        start = request.num_computed
         shift = len(tokens) - start  # from a position of the sequence to a token of the step
-        rows.extend(position + shift for position in request.wanted_rows(num_new))
-        tokens.extend(request.upcoming(num_new))
-        positions.extend(range(start, end))
-        tables.append(request.block_ids[: -(-end // block_size)])
-    width = max(map(len, tables))
-    counts = torch.tensor([num_new for _, num_new in batch.sequences])
-    block_tables = torch.tensor([table + [0] * (width - len(table)) for table in tables])
-    position_ids = torch.tensor(positions)
-    sequence = torch.repeat_interleave(counts)  # [tokens], the sequence of each token
-    blocks = block_tables[sequence, position_ids // block_size]
+        rows += [position + shift for position in request.wanted_rows(num_new)]
+        tokens += request.upcoming(num_new)
+        first.append(start)
+        counts.append(num_new)
+        tables.append(request.block_ids[: -(-(start + num_new) // block_size)])
+    starts, lengths, block_tables = _int64(first), _int64(counts), _padded(tables)
+    ends = lengths.cumsum()
+    sequence = np.repeat(np.arange(len(counts)), lengths)  # [tokens], the sequence of each token
+    positions = np.arange(len(tokens)) + (starts - ends + lengths)[sequence]
+    blocks = block_tables[sequence, positions // block_size]
     inputs = ModelInputs(
-        token_ids=torch.tensor(tokens),
-        positions=position_ids,
-        slots=blocks * block_size + position_ids % block_size,
-        block_tables=block_tables,
-        seq_lens=torch.tensor([r.num_computed + num_new for r, num_new in batch.sequences]),
-        query_starts=torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))),
-        logit_rows=torch.tensor(rows, dtype=torch.int64),
+        token_ids=torch.from_numpy(_int64(tokens)),
+        positions=torch.from_numpy(positions),
+        slots=torch.from_numpy(blocks * block_size + positions % block_size),
+        block_tables=torch.from_numpy(block_tables),
+        seq_lens=torch.from_numpy(starts + lengths),
+        query_starts=torch.from_numpy(np.concatenate(([0], ends))),
+        logit_rows=torch.from_numpy(_int64(rows)),
     )
     return inputs if device == "cpu" else _moved(inputs, device)
+
+
+def _int64(values: Sequence[int]) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+def _padded(tables: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return rows of different lengths as one array, filled up with 0."""
+    width = max(map(len, tables))
+    flat: list[int] = []
+    for table in tables:
+        flat += table
+        flat += [0] * (width - len(table))
+    return _int64(flat).reshape(len(tables), width)
 
 
 def _moved(inputs: ModelInputs, device: str) -> ModelInputs:

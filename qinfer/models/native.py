@@ -7,6 +7,7 @@ What it computes is what `models.decoder` computes; the tests hold one against t
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from qinfer.kernels.cpu import paged
@@ -146,7 +147,9 @@ class NativeDecoder:
             layer.record(recording, hidden, attention[layer.window], pool.layer(position))
         rows = Recording(program, max_rows, index.num_rows)
         logits = self._record_head(rows, index, hidden)
-        return RecordedStep(pool, index, recording, rows, logits)
+        best = torch.zeros(max_rows, dtype=torch.int64)
+        program.argmax(logits, best, index.num_rows)
+        return RecordedStep(pool, index, recording, rows, logits, best)
 
     def _attention(self, layout: KVLayout, index: StepIndex) -> dict[int | None, NativeAttention]:
         """Return what attention needs, by sliding window."""
@@ -184,6 +187,7 @@ class RecordedStep:
         tokens: the part of the program that runs on all tokens.
         rows: the part that runs on the wanted rows; the same program.
         logits: float32 `[max_rows, vocab]`.
+        best: int64 `[max_rows]`, the most likely token of each row; -1 if it is not finite.
     """
 
     pool: KVPool
@@ -191,6 +195,7 @@ class RecordedStep:
     tokens: Recording
     rows: Recording
     logits: torch.Tensor
+    best: torch.Tensor
 
     @property
     def nbytes(self) -> int:
@@ -203,13 +208,14 @@ class RecordedStep:
 
     def output(self, rows: torch.Tensor, num_layers: int) -> ModelOutput:
         """Return the results of the last run."""
-        logits = self.logits[: rows.numel()]
-        bad = self.tokens.bad_layers[rows]
-        bad = torch.where(bad < 0, self.rows.bad_layers[: rows.numel()], bad)
-        finite = logits.sum(-1, dtype=torch.float32).isfinite()
-        if not finite.all():
-            bad[~finite & (bad < 0)] = num_layers
-        return ModelOutput(logits, bad)
+        count = rows.numel()
+        logits, best = self.logits[:count], self.best[:count]
+        # By numpy: a step of one row takes less time than a few operations of torch.
+        early = self.tokens.bad_layers.numpy()[rows.numpy()]
+        late = self.rows.bad_layers.numpy()[:count]
+        bad = np.where(early < 0, late, early)
+        bad[(best.numpy() < 0) & (bad < 0)] = num_layers
+        return ModelOutput(logits, torch.from_numpy(bad), best)
 
 
 def _bucket(count: int) -> int:

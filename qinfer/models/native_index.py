@@ -57,7 +57,7 @@ class StepIndex:
         Raises:
             CapacityError: a sequence is longer than `max_context` tokens.
         """
-        longest = int(inputs.seq_lens.max())
+        longest = int(inputs.seq_lens.numpy().max())
         if longest > max_context:
             raise CapacityError(f"a sequence of {longest} tokens exceeds the {max_context} planned")
         for target, source in (
@@ -69,8 +69,11 @@ class StepIndex:
             (self.query_starts, inputs.query_starts),
             (self.logit_rows, inputs.logit_rows),
         ):
-            target[: source.numel()] = source
-        self.num_tokens[0] = inputs.token_ids.numel()
-        self.num_rows[0] = inputs.logit_rows.numel()
-        self.num_sequences[0] = inputs.seq_lens.numel()
-        self.table_width[0] = inputs.block_tables.shape[1]
+            target.numpy()[: source.numel()] = source.numpy()  # an assignment of torch takes longer
+        for count, tensor in (
+            (self.num_tokens, inputs.token_ids),
+            (self.num_rows, inputs.logit_rows),
+            (self.num_sequences, inputs.seq_lens),
+        ):
+            count.numpy()[0] = tensor.numel()
+        self.table_width.numpy()[0] = inputs.block_tables.shape[1]
