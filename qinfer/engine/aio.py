@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from qinfer.engine.beams import BeamParams
 from qinfer.engine.core import EngineCore
-from qinfer.engine.latency import Clock, Latencies
+from qinfer.engine.latency import Clock, Latencies, sequence_times
 from qinfer.engine.metrics import EngineStats
 from qinfer.engine.params import SamplingParams
 from qinfer.engine.request import FinishReason, TokenEvent
@@ -315,9 +315,16 @@ class AsyncEngine:
                 f"the client reads too slowly: {stream.num_unread} events are waiting for it",
             )
 
-    def _close(self, lane: Lane, event: TokenEvent, now: float) -> None:
-        """Take a sequence off the books, and its lane if it was the last."""
-        times = self.latencies.finished(lane.clocks.pop(event.index), event, now)
+    def _close(self, lane: Lane, event: TokenEvent, now: float, *, ran: bool = True) -> None:
+        """Take a sequence off the books, and its lane if it was the last.
+
+        One that the engine never took on (`ran` is false) is no sequence that failed.
+        """
+        clock = lane.clocks.pop(event.index)
+        if ran:
+            times = self.latencies.finished(clock, event, now)
+        else:
+            times = sequence_times(clock, None, now)
         lane.stream.unfinished -= 1
         if not lane.clocks:
             del self._lanes[lane.key]
@@ -339,9 +346,11 @@ class AsyncEngine:
         if isinstance(error, OverloadedError):
             error.retry_after = self.retry_after()
         lane.stream.refuse(error)
-        self._end(lane, "error", str(error))
+        self._end(lane, "error", str(error), ran=False)
 
-    def _end(self, lane: Lane, reason: FinishReason, error: str | None) -> None:
+    def _end(
+        self, lane: Lane, reason: FinishReason, error: str | None, *, ran: bool = True
+    ) -> None:
         """Close a lane with a last event for each of its unfinished samples."""
         now = time.monotonic()
         for index in sorted(lane.clocks):
@@ -349,4 +358,4 @@ class AsyncEngine:
                 lane.request_id, (), "", index=index, finish_reason=reason, error=error
             )
             lane.stream.put((lane.number, event))
-            self._close(lane, event, now)
+            self._close(lane, event, now, ran=ran)
