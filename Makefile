@@ -1,6 +1,6 @@
 # The commands of a day's work. Each makes `.venv` with what it needs; the second time it is there.
 
-.PHONY: setup demo test test-browser lint format bench clean
+.PHONY: setup demo test test-browser test-contract lint format bench clean
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
@@ -8,6 +8,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 # Options of pytest and of the verbs, such as `make test ARGS="-k packing"`.
 ARGS   ?=
+# How long `make test-contract` tries to break the server.
+CONTRACT_SECONDS ?= 300
 
 DEMO_MODEL := from qinfer.checkpoint.hub import demo_model; print(demo_model())
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
@@ -20,6 +22,7 @@ help:
 	@echo "make setup   install into $(VENV): qinfer with its C++ library, and what tests need"
 	@echo "make demo    a small real model: quantize, evaluate, measure; one table and report.html"
 	@echo "make test    the test suite; make test-browser: of it, the web page in Chromium"
+	@echo "make test-contract   the HTTP API against its own OpenAPI document, CONTRACT_SECONDS long"
 	@echo "make soak    500 clients, 5,000 requests against one server: nothing lost, nothing wrong"
 	@echo "make lint    format, lint, layers and types, checked"
 	@echo "make bench   speed of the demo model on this machine"
@@ -44,6 +47,9 @@ test: setup
 
 test-browser: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/browser $(ARGS)
+
+test-contract: setup
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/contract/run.py --seconds $(CONTRACT_SECONDS)
 
 soak: setup
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/soak.py $(ARGS)
