@@ -37,6 +37,8 @@ OWN_OPTIONS = {
     "num_blocks",
     "enable_prefix_caching",
     "seed",
+    "speculative",
+    "num_speculative_tokens",
 }
 
 

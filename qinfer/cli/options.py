@@ -18,6 +18,7 @@ from qinfer.engine.config import (
     DEVICES,
     DTYPES,
     LM_HEADS,
+    MAX_SPECULATIVE_TOKENS,
     EngineConfig,
     parse_size,
 )
@@ -231,6 +232,15 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "lm_head": {
         "type": click.Choice(LM_HEADS),
         "help": "Head in INT8 per row, or as in the model; auto = int8 for quantized models.",
+    },
+    "speculative": {
+        "metavar": "ngram|MODEL",
+        "help": "Draft tokens: ngram looks them up in the text, a MODEL of the same tokenizer "
+        "guesses them. Never changes a token; no drafts if not given.",
+    },
+    "num_speculative_tokens": {
+        "type": click.IntRange(1, MAX_SPECULATIVE_TOKENS),
+        "help": "Tokens of a draft at most.",
     },
 }
 

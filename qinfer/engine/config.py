@@ -20,6 +20,8 @@ DEVICES = ("auto", "cpu", "cuda")
 ACTIVATIONS = ("int8", "exact")
 LM_HEADS = ("auto", "int8", "model")
 BATCHINGS = ("continuous", "static")
+NGRAM = "ngram"
+MAX_SPECULATIVE_TOKENS = 16
 BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
 _KV_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -52,6 +54,10 @@ class EngineConfig:
             where the kernels can; `exact` leaves them as they are.
         lm_head: `int8` rounds the head to INT8 per row at load, where the kernels can; `model`
             keeps it; `auto` = `int8` for quantized checkpoints.
+        speculative: `ngram` drafts tokens by looking them up in the text; anything else is the
+            directory, hub id or `.gguf` file of a draft model with the same tokenizer, such as a
+            lower-bit version of the model; None = no drafts.
+        num_speculative_tokens: tokens of a draft at most; fewer where fewer pay.
     """
 
     device: str = "auto"
@@ -71,6 +77,8 @@ class EngineConfig:
     block_size: int = 16
     activations: str = "int8"
     lm_head: str = "auto"
+    speculative: str | None = None
+    num_speculative_tokens: int = 4
 
     def __post_init__(self) -> None:
         """Refuse values that can never work, before anything is loaded.
@@ -90,10 +98,26 @@ class EngineConfig:
         if self.max_queue is not None and self.max_queue < 0:
             raise ConfigError(f"max_queue is {self.max_queue}; it must be at least 0")
         self._check_memory()
+        self._check_speculation()
         if self.kv_cache_dtype != "auto":
             parse_kv_dtype(self.kv_cache_dtype)
         if self.block_size not in BLOCK_SIZES:
             raise ConfigError(f"block_size {self.block_size} must be one of {BLOCK_SIZES}")
+
+    def _check_speculation(self) -> None:
+        """Refuse drafts that could never be computed."""
+        count = self.num_speculative_tokens
+        if not 1 <= count <= MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(
+                f"num_speculative_tokens is {count}; it must be from 1 to {MAX_SPECULATIVE_TOKENS}"
+            )
+        if self.speculative == "":
+            raise ConfigError("speculative is empty; give ngram, or a draft model")
+        if self.speculative is not None and self.batching == "static":
+            raise ConfigError(
+                "speculative needs batching=continuous: a static batch computes one token per "
+                "request and step"
+            )
 
     def _check_memory(self) -> None:
         """Refuse sizes of the cache that are none, or that contradict each other."""

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from qinfer.engine import host
+from qinfer.engine.beams import BeamParams
 from qinfer.engine.config import from_options
 from qinfer.engine.core import EngineCore
 from qinfer.engine.load import Engine, Source, load_engine
@@ -38,8 +39,9 @@ class LLM:
         kv_cache_dtype: `auto` = the scheme recorded in the checkpoint, else `dtype`.
         max_model_len: tokens per sequence; None = what the model, and the memory, allow.
         options: further fields of `EngineConfig` (`memory`, `threads`, `max_num_seqs`,
-            `max_num_batched_tokens`, `enable_prefix_caching`, `seed`, `block_size`), and those of
-            `engine.load.Source` (`revision`, `token`, `chat_template`, `allow_pickle`, `on_load`).
+            `max_num_batched_tokens`, `enable_prefix_caching`, `seed`, `block_size`, `speculative`,
+            ...), and those of `engine.load.Source` (`revision`, `token`, `chat_template`,
+            `allow_pickle`, `on_load`).
 
     Attributes:
         config: the final settings; nobody changes them.
@@ -110,15 +112,31 @@ class LLM:
             CapacityError: a request could never fit into the cache.
         """
         texts = _as_list(prompts)
-        params = _per_prompt(sampling_params, len(texts))
-        runs = [
-            GenerationRun(
-                f"generate-{next(self._serial)}", _text_of(text), self._encode(text), param
-            )
-            for text, param in zip(texts, params, strict=True)
-        ]
-        self._finish(runs, on_progress)
-        return [run.output() for run in runs]
+        return self._generate(texts, _per_prompt(sampling_params, len(texts)), on_progress)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamParams | None = None,
+        *,
+        on_progress: OnProgress | None = None,
+    ) -> list[RequestOutput]:
+        """Continue prompts by beam search, with the semantics of transformers' `generate`.
+
+        Args:
+            prompts: as for `generate`.
+            params: of every search; None = `BeamParams()`.
+            on_progress: as for `generate`.
+
+        Returns:
+            Per prompt `num_return_sequences` outputs, best first, each with its `score`.
+
+        Raises:
+            RequestError: a prompt or parameter is invalid; nothing was computed then.
+            CapacityError: the beams of a search could never be in the cache together.
+        """
+        texts = _as_list(prompts)
+        return self._generate(texts, [params or BeamParams()] * len(texts), on_progress)
 
     def chat(
         self,
@@ -207,6 +225,7 @@ class LLM:
             kv_capacity_tokens=engine.pool.num_blocks * layout.block_size,
             activation_bytes=engine.activation_bytes,
             peak_rss_bytes=host.peak_rss(),
+            draft_bytes=engine.draft_bytes,
         )
 
     def kernels(self) -> list[KernelRow]:
@@ -233,6 +252,21 @@ class LLM:
         if self._engine is None:
             raise QinferError("this LLM is closed; make a new one")
         return self._engine
+
+    def _generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams | BeamParams],
+        on_progress: OnProgress | None,
+    ) -> list[RequestOutput]:
+        runs = [
+            GenerationRun(
+                f"generate-{next(self._serial)}", _text_of(prompt), self._encode(prompt), param
+            )
+            for prompt, param in zip(prompts, params, strict=True)
+        ]
+        self._finish(runs, on_progress)
+        return [run.output() for run in runs]
 
     def _encode(self, prompt: object) -> list[int]:
         if isinstance(prompt, str):

@@ -12,8 +12,9 @@ from qinfer.checkpoint.reader import Checkpoint, open_checkpoint
 from qinfer.engine import host
 from qinfer.engine.admission import Limits, eos_ids, sampling_defaults
 from qinfer.engine.blocks import BlockManager
-from qinfer.engine.config import EngineConfig, resolve
+from qinfer.engine.config import NGRAM, EngineConfig, resolve
 from qinfer.engine.core import EngineCore
+from qinfer.engine.draft_load import DraftModel, LoadedDraft, make_speculator, open_draft
 from qinfer.engine.memory import (
     DeviceMemory,
     cache_layout,
@@ -60,7 +61,8 @@ class Source:
 class Engine:
     """Everything that makes one engine; two of them share nothing.
 
-    `activation_bytes` is the predicted memory of a full step, see `MemoryReport`.
+    `activation_bytes` is the predicted memory of a full step, see `MemoryReport`; `draft` the
+    draft model, if there is one.
     """
 
     config: EngineConfig
@@ -71,6 +73,16 @@ class Engine:
     pool: KVPool
     core: EngineCore
     activation_bytes: int
+    draft: LoadedDraft | None = None
+
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes of the draft model's weights and cache."""
+        if self.draft is None:
+            return 0
+        return (
+            self.draft.decoder.memory_bytes + self.pool.num_blocks * self.draft.layout.block_bytes
+        )
 
 
 def load_engine(model: str | Path, config: EngineConfig, source: Source) -> Engine:
@@ -96,8 +108,10 @@ def load_engine(model: str | Path, config: EngineConfig, source: Source) -> Engi
         has_cuda=_has_cuda(),
         num_cores=host.num_cores(),
     )
-    check_weights_fit(resolved, checkpoint.total_bytes, _device_memory(resolved))
     tokenizer = load_tokenizer(path, chat_template=source.chat_template)
+    opened = _open_draft(resolved, model_config, tokenizer, source)
+    total_bytes = checkpoint.total_bytes + (opened.checkpoint.total_bytes if opened else 0)
+    check_weights_fit(resolved, total_bytes, _device_memory(resolved))
     decoder = load_model(
         checkpoint,
         LoadOptions(
@@ -112,14 +126,17 @@ def load_engine(model: str | Path, config: EngineConfig, source: Source) -> Engi
     )
     _set_threads(resolved, decoder)
     layout = cache_layout(model_config, resolved)
-    activations = step_memory(decoder, resolved)
+    draft = opened.load() if opened else None
+    activations = step_memory(decoder, resolved) + (draft.step_bytes if draft else 0)
+    weights = decoder.memory_bytes + (draft.decoder.memory_bytes if draft else 0)
     plan = plan_pool(
         resolved,
         layout,
-        weights_bytes=decoder.memory_bytes,
+        weights_bytes=weights,
         activations=activations,
         memory=_device_memory(resolved),
         max_len_given=config.max_model_len is not None,
+        draft_block_bytes=draft.layout.block_bytes if draft else 0,
     )
     final = with_plan(resolved, plan)
     pool = KVPool(layout, plan.num_blocks, final.device)
@@ -131,8 +148,21 @@ def load_engine(model: str | Path, config: EngineConfig, source: Source) -> Engi
         limits,
         seed=final.seed,
         device=final.device,
+        speculator=make_speculator(final, draft, plan.num_blocks, tokenizer, limits),
     )
-    return Engine(final, model_config, checkpoint, tokenizer, decoder, pool, core, activations)
+    return Engine(
+        final, model_config, checkpoint, tokenizer, decoder, pool, core, activations, draft
+    )
+
+
+def _open_draft(
+    config: EngineConfig, target: ModelConfig, tokenizer: Tokenizer, source: Source
+) -> DraftModel | None:
+    """Open the draft model that the settings name, if they do."""
+    if config.speculative is None or config.speculative == NGRAM:
+        return None
+    path = resolve_model(config.speculative, token=source.token)
+    return open_draft(path, config, target, tokenizer)
 
 
 def make_scheduler(config: EngineConfig, num_blocks: int, *, cache_key: str) -> Scheduler:

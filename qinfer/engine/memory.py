@@ -34,6 +34,7 @@ class MemoryReport:
         kv_capacity_tokens: tokens that fit into the pool.
         activation_bytes: predicted memory of a full step: activations, logits, index tensors.
         peak_rss_bytes: largest resident size of the process so far.
+        draft_bytes: weights and cache of a draft model.
     """
 
     weights_bytes: int
@@ -45,6 +46,7 @@ class MemoryReport:
     kv_capacity_tokens: int
     activation_bytes: int
     peak_rss_bytes: int
+    draft_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,10 +111,9 @@ class Payoff:
         """Record how long the drafter took for drafts of which the longest has so many tokens."""
         each = seconds / max(longest, 1)
         known = self._draft_seconds
-        if known is None:
-            self._draft_seconds = each
-        else:
-            self._draft_seconds += _STEP_WEIGHT * (min(each, _OUTLIER * known) - known)
+        if known is not None:
+            each = known + _STEP_WEIGHT * (min(each, _OUTLIER * known) - known)
+        self._draft_seconds = each
 
     def add_result(self, request_id: str, num_drafted: int, num_right: int) -> None:
         """Record what became of a draft."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from qinfer.engine.beams import BeamParams
 from qinfer.engine.core import EngineCore
 from qinfer.engine.params import SamplingParams
 from qinfer.engine.request import (
@@ -30,6 +31,7 @@ class _Sample:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
+    score: float | None = None
     first_time: float | None = None
     last_time: float = 0.0
 
@@ -43,20 +45,25 @@ class _Sample:
         self.logprobs += event.logprobs or ()
         self.finish_reason = event.finish_reason
         self.error = event.error
+        self.score = event.score
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per token after the first; None below two tokens."""
-        if self.first_time is None or len(self.token_ids) < 2:
+        """Seconds per token after the first; None below two tokens, or if all came at once."""
+        if self.first_time in {None, self.last_time} or len(self.token_ids) < 2:
             return None
         return (self.last_time - self.first_time) / (len(self.token_ids) - 1)
 
 
 class GenerationRun:
-    """A prompt of `generate` on its way through the core."""
+    """A prompt of `generate` or `beam_search` on its way through the core."""
 
     def __init__(
-        self, request_id: str, prompt: str | None, token_ids: list[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt: str | None,
+        token_ids: list[int],
+        params: SamplingParams | BeamParams,
     ) -> None:
         self.id = request_id
         self._prompt = prompt
@@ -86,7 +93,8 @@ class GenerationRun:
             tpot=sum(tpots) / len(tpots) if tpots else None,
             latency=max(sample.last_time for sample in samples) - self._arrival,
         )
-        wants_logprobs = self._params.logprobs is not None
+        params = self._params
+        wants_logprobs = isinstance(params, SamplingParams) and params.logprobs is not None
         outputs = [
             CompletionOutput(
                 index=index,
@@ -95,6 +103,7 @@ class GenerationRun:
                 finish_reason=sample.finish_reason or "abort",
                 logprobs=sample.logprobs if wants_logprobs else None,
                 error=sample.error,
+                score=sample.score,
             )
             for index, sample in enumerate(samples)
         ]

@@ -168,7 +168,7 @@ def test_ends_within_a_draft() -> None:
     free = solo(prompt, GREEDY)
     text = bytes(token + 32 for token in free).decode()
     limits = Limits(128, VOCAB, eos_ids=frozenset({free[6], EOS}))
-    kinds = [
+    kinds: list[tuple[SamplingParams, dict[str, Any]]] = [
         (SamplingParams(temperature=0.0, max_tokens=20, stop_token_ids=(free[7],)), {}),
         (SamplingParams(temperature=0.0, max_tokens=20, stop=(text[8:10],)), {}),
         (SamplingParams(temperature=0.0, max_tokens=20), {"limits": limits}),
