@@ -319,6 +319,7 @@ def test_what_the_engine_refuses_in_its_own_thread_hurts_nobody_else(monkeypatch
         assert tokens_of(await good) == solo([1, 2], GREEDY)
         assert engine.healthy
         assert engine.num_open == 0
+        assert engine.latencies.ended["error"] == 0  # it was never taken on, so it did not fail
         await engine.stop()
 
     asyncio.run(main())
