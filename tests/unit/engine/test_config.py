@@ -64,6 +64,9 @@ def test_context_beyond_the_rope_table_is_refused() -> None:
         ("memory_fraction", 0.0),
         ("memory_fraction", 1.5),
         ("num_blocks", 0),
+        ("speculative", ""),
+        ("num_speculative_tokens", 0),
+        ("num_speculative_tokens", 17),
     ],
 )
 def test_impossible_values_end_before_anything_is_loaded(option: str, value: Any) -> None:
@@ -72,6 +75,12 @@ def test_impossible_values_end_before_anything_is_loaded(option: str, value: Any
         EngineConfig(**{option: value})
     assert "\n" not in str(error.value)
     assert option in str(error.value) or option == "memory"
+
+
+def test_static_batches_are_not_drafted_for() -> None:
+    """K12."""
+    with pytest.raises(ConfigError, match="batching=continuous"):
+        EngineConfig(speculative="ngram", batching="static")
 
 
 def test_a_missing_gpu_is_said_at_once() -> None:

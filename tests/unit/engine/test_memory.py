@@ -45,6 +45,20 @@ def test_without_a_limit_the_pool_holds_all_sequences() -> None:
     assert plan().max_model_len == 128
 
 
+def test_a_draft_models_cache_has_as_many_blocks() -> None:
+    config = replace(CONFIG, memory=2 * MIB + 9 * (LAYOUT.block_bytes + 1000))
+    result = plan_pool(
+        config,
+        LAYOUT,
+        weights_bytes=MIB,
+        activations=MIB,
+        memory=DeviceMemory(1 << 30, 1 << 31),
+        max_len_given=False,
+        draft_block_bytes=1000,
+    )
+    assert result.num_blocks == 9
+
+
 def test_at_most_half_of_what_is_free() -> None:
     result = plan(free=2 * MIB + 2 * 10 * LAYOUT.block_bytes)
     assert (result.num_blocks, result.max_model_len) == (10, 128)
