@@ -126,13 +126,13 @@ def show(item: Table | str) -> None:
 
 
 def remark(text: str) -> None:
-    """Print a remark to stderr, so that stdout stays the result."""
-    err.print(Text(text), style="dim")
+    """Print a remark to stderr, so that stdout stays the result; one line where none is wrapped."""
+    err.print(Text(text), style="dim", soft_wrap=not err.is_terminal)
 
 
 def warn(text: str) -> None:
     """Print a warning to stderr."""
-    err.print(Text(f"warning: {text}"), style="yellow")
+    err.print(Text(f"warning: {text}"), style="yellow", soft_wrap=not err.is_terminal)
 
 
 def _stdout() -> Console:

@@ -74,7 +74,7 @@ def serving(
         [*command, "--threads", "1", *arguments],
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"COLUMNS": "500"} | (environment or {}),
+        env=os.environ | (environment or {}),
     )
     assert process.stderr is not None
     before = ""
