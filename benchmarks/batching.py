@@ -9,7 +9,7 @@ its batch is done, as textbooks describe it. Both engines are in one process and
 gives a ratio of useful tokens per second.
 
 Part two: 8 streams are decoding when a long prompt arrives; the gaps between their tokens (ITL)
-while it is prefilled, with several token budgets per step, against the gaps before.
+while it is prefilled, with several budgets for it per step, against the gaps before.
 """
 
 import argparse
@@ -35,7 +35,7 @@ MODES = ("continuous", "static")
 BATCH = 8
 PROMPT_TOKENS = 128
 STREAMS = 8
-BUDGETS = (512, 128, 64)
+BUDGETS = (512, 128, 64)  # of prompts, beside the streams; 128 is the default
 
 
 @dataclass
@@ -161,7 +161,7 @@ def measure_gaps(args: argparse.Namespace, budget: int) -> dict[str, Any]:
     with opened(
         args,
         max_num_seqs=STREAMS + 1,
-        max_num_batched_tokens=budget,
+        max_num_mixed_tokens=budget,
         max_model_len=args.long_prompt + 64,
     ) as llm:
         core, vocab_size = llm.core, llm.model_config.vocab_size
@@ -208,7 +208,14 @@ def page(record: Record) -> str:
     lines = ["# Continuous against static batching", ""]
     lines += table([*head, "TTFT p50 ms", "TTFT p99 ms"], rows)
     lines += ["", f"# ITL of {STREAMS} streams while {record['long_prompt']} tokens arrive", ""]
-    head = ["tokens per step", "before: p50 ms", "p99", "during: p50 ms", "p99", "TTFT of it, s"]
+    head = [
+        "prompt tokens per step",
+        "before: p50 ms",
+        "p99",
+        "during: p50 ms",
+        "p99",
+        "TTFT of it, s",
+    ]
     cells = [
         [
             str(row["budget"]),

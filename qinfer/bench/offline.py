@@ -134,8 +134,17 @@ def offline_method(
         "tpot": "(last - first) / (tokens - 1)",
         "percentiles": PERCENTILE_METHOD,
         "max_num_batched_tokens": llm.config.max_num_batched_tokens,
+        "max_num_mixed_tokens": llm.config.max_num_mixed_tokens,
         "max_num_seqs": llm.config.max_num_seqs,
-    }
+    } | _speculation(llm)
+
+
+def _speculation(llm: LLM) -> dict[str, str]:
+    """Return how tokens are drafted, if they are."""
+    config = llm.config
+    if config.speculative is None:
+        return {}
+    return {"speculative": f"{config.speculative}, up to {config.num_speculative_tokens} tokens"}
 
 
 class _Progress:

@@ -217,6 +217,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "type": _POSITIVE,
         "help": "Token budget of one step, over all requests.",
     },
+    "max_num_mixed_tokens": {
+        "type": _POSITIVE,
+        "help": "Tokens of prompts in a step in which other requests decode: fewer make the gaps "
+        "in their streams shorter.",
+    },
     "enable_prefix_caching": {
         "is_flag": True,
         "help": "Reuse the cache blocks of equal prefixes.",

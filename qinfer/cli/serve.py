@@ -198,6 +198,7 @@ def _limits(llm: LLM) -> dict[str, int]:
         "kv_capacity_tokens": llm.memory().kv_capacity_tokens,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_num_mixed_tokens": config.max_num_mixed_tokens,
     }
 
 

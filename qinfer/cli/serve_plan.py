@@ -35,6 +35,7 @@ def serve_plan(model: str, llm: LLM) -> dict[str, Any]:
             "full_length_sequences": memory.kv_capacity_tokens // context,
             "max_num_seqs": config.max_num_seqs,
             "max_num_batched_tokens": config.max_num_batched_tokens,
+            "max_num_mixed_tokens": config.max_num_mixed_tokens,
         },
     }
 

@@ -36,6 +36,8 @@ class EngineConfig:
         kv_cache_dtype: `auto` = the scheme recorded in the checkpoint, else `dtype`.
         max_model_len: tokens per sequence; None = what the model allows.
         max_num_batched_tokens: token budget of one step, over all requests.
+        max_num_mixed_tokens: of them, those for prompts while other requests decode: a longer
+            step would be a gap in their streams.
         max_num_seqs: requests that run at once.
         max_queue: requests that may wait beside the `max_num_seqs` that can run; more are refused
             (`OverloadedError`); None = any number.
@@ -65,6 +67,7 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     max_model_len: int | None = None
     max_num_batched_tokens: int = 512
+    max_num_mixed_tokens: int = 128
     max_num_seqs: int = 32
     max_queue: int | None = None
     batching: str = "continuous"
@@ -92,6 +95,7 @@ class EngineConfig:
         _check_choice("lm_head", self.lm_head, LM_HEADS)
         _check_positive("max_model_len", self.max_model_len)
         _check_positive("max_num_batched_tokens", self.max_num_batched_tokens)
+        _check_positive("max_num_mixed_tokens", self.max_num_mixed_tokens)
         _check_positive("max_num_seqs", self.max_num_seqs)
         _check_positive("threads", self.threads)
         _check_choice("batching", self.batching, BATCHINGS)

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -179,14 +180,15 @@ def make_scheduler(config: EngineConfig, num_blocks: int, *, cache_key: str) -> 
         enable_prefix_caching=config.enable_prefix_caching,
         cache_key=cache_key,
     )
-    kind = StaticScheduler if config.batching == "static" else Scheduler
-    return kind(
-        blocks,
-        max_batch_tokens=config.max_num_batched_tokens,
-        max_running=config.max_num_seqs,
-        max_logit_rows=max_logit_rows(config.max_num_seqs),
-        max_queue=config.max_queue,
-    )
+    sizes: dict[str, Any] = {
+        "max_batch_tokens": config.max_num_batched_tokens,
+        "max_running": config.max_num_seqs,
+        "max_logit_rows": max_logit_rows(config.max_num_seqs),
+        "max_queue": config.max_queue,
+    }
+    if config.batching == "static":
+        return StaticScheduler(blocks, **sizes)
+    return Scheduler(blocks, **sizes, max_mixed_tokens=config.max_num_mixed_tokens)
 
 
 def _limits(

@@ -87,6 +87,8 @@ class Scheduler:
         max_logit_rows: rows of logits of one step, which bounds the memory that scoring takes;
             None = as many as tokens.
         max_queue: requests that may wait beside those that can run; None = any number.
+        max_mixed_tokens: tokens of prompts in a step in which others decode, which bounds the gaps
+            in their streams; None = all that the step has room for.
     """
 
     def __init__(
@@ -97,12 +99,14 @@ class Scheduler:
         max_running: int,
         max_logit_rows: int | None = None,
         max_queue: int | None = None,
+        max_mixed_tokens: int | None = None,
     ) -> None:
         self.blocks = blocks
         self.max_batch_tokens = max_batch_tokens
         self.max_running = max_running
         self.max_logit_rows = max_batch_tokens if max_logit_rows is None else max_logit_rows
         self.max_queue = max_queue
+        self.max_mixed_tokens = max_mixed_tokens
         self.counters = Counters()
         self._num_added = 0
         self._requests: dict[str, Request] = {}
@@ -195,6 +199,7 @@ class Scheduler:
         preempted: list[Request] = []
         order = sorted(self._running, key=has_more_than_one_token_left)
         num_decoding = sum(not has_more_than_one_token_left(request) for request in order)
+        budget.tokens = self._step_tokens(order[:num_decoding])
         for index, request in enumerate(order):
             behind = max(num_decoding - index - 1, 0)  # they come before this request's draft
             num_new = budget.share(request)
@@ -281,6 +286,13 @@ class Scheduler:
         first = (request.params.priority,) if after is None else after.rank[:2]
         request.rank = (*first, self._num_added)
         self._requests[request.id] = request
+
+    def _step_tokens(self, decoding: Sequence[Request]) -> int:
+        """Return the token budget of a step in which some requests decode."""
+        if not decoding or self.max_mixed_tokens is None:
+            return self.max_batch_tokens
+        own = sum(1 + len(request.draft) for request in decoding)
+        return min(self.max_batch_tokens, own + self.max_mixed_tokens)
 
     def _yield_to_better(self) -> list[Request]:
         """Preempt what the first waiting request lacks from requests of a worse class."""

@@ -15,7 +15,14 @@ class FakeLLM:
     """Answers with given times and remembers the batches it got."""
 
     def __init__(self, *, failing: int = 0) -> None:
-        self.config = SimpleNamespace(max_model_len=64, max_num_batched_tokens=512, max_num_seqs=32)
+        self.config = SimpleNamespace(
+            max_model_len=64,
+            max_num_batched_tokens=512,
+            max_num_mixed_tokens=128,
+            max_num_seqs=32,
+            speculative=None,
+            num_speculative_tokens=4,
+        )
         self.model_config = SimpleNamespace(vocab_size=50)
         self.tokenizer = SimpleNamespace(special_ids=frozenset({0, 1}))
         self.batches: list[Any] = []
@@ -72,6 +79,10 @@ def test_b09_warmup_is_excluded_and_declared():
     method = offline_method(llm, input_len=20, output_len=8, num_requests=4, seed=0)
     assert f"{WARMUP_OUTPUT_LEN} output tokens" in method["warmup"]
     assert method["percentiles"] == "linear"
+    assert "speculative" not in method
+    llm.config.speculative = "ngram"
+    method = offline_method(llm, input_len=20, output_len=8, num_requests=4, seed=0)
+    assert method["speculative"] == "ngram, up to 4 tokens"
 
 
 def test_b06_failed_requests_are_counted_and_excluded():

@@ -54,6 +54,16 @@ def run(scheduler: Scheduler, max_steps: int = 1000) -> Iterator[dict[str, int]]
     raise AssertionError("did not finish")
 
 
+def test_beside_streams_a_prompt_takes_small_steps() -> None:
+    scheduler = make_scheduler(num_blocks=64, max_mixed_tokens=3)
+    scheduler.add(make("first", 10, 4))
+    steps = run(scheduler)
+    assert next(steps) == {"first": 10}  # alone, it has the whole budget
+    scheduler.add(make("second", 20, 2, token=5))
+    assert [next(steps) for _ in range(3)] == [{"first": 1, "second": 3}] * 3
+    assert next(steps) == {"second": 11}  # the stream has ended
+
+
 def test_long_prompts_are_cut_to_the_budget_and_decoding_comes_first() -> None:
     scheduler = make_scheduler(num_blocks=32)
     scheduler.add(make("long", 30, 3))
