@@ -1,7 +1,7 @@
 """The record of a benchmark: figures with the method and the machine behind them.
 
 Two records are comparable only if they were measured the same way on the same machine; what may
-differ is the model, its weights and its cache.
+differ is the model, its weights, its cache, and whether tokens were drafted.
 """
 
 from collections.abc import Mapping
@@ -14,6 +14,7 @@ from qinfer.report.record import FORMAT_VERSION, Environment, SpeedFigures
 
 # Of the environment; the rest may differ between two runs on one machine.
 _MACHINE = ("cpu", "device", "threads")
+_MAY_DIFFER = {"speculative"}  # of the method: drafts change the speed and nothing else
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,8 @@ def require_same_method(
         MethodMismatchError: lists every difference with both values.
     """
     one, other = asdict(first_environment), asdict(second_environment)
-    pairs = {name: (first.get(name), second.get(name)) for name in sorted({*first, *second})}
+    names = sorted({*first, *second} - _MAY_DIFFER)
+    pairs = {name: (first.get(name), second.get(name)) for name in names}
     pairs |= {name: (one[name], other[name]) for name in _MACHINE}
     differing = [f"{name} ({a} / {b})" for name, (a, b) in pairs.items() if a != b]
     if differing:

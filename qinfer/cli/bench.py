@@ -18,6 +18,7 @@ from qinfer.cli.options import (
     parse_integers,
 )
 from qinfer.engine.llm import LLM
+from qinfer.engine.metrics import EngineStats
 from qinfer.report.environment import describe
 from qinfer.report.jsonio import build, dump_json, load_json, write_atomic
 from qinfer.report.record import SpeedFigures
@@ -110,8 +111,11 @@ def command(
             memory=_memory(llm),
             rows=tuple(build(SpeedFigures, row.to_dict(), where="row") for row in rows),
         )
+        stats = llm.core.stats()
     console.show(_table(record, rows))
     console.show(_method_line(record))
+    if "speculative" in record.method:
+        console.show(_speculation_line(record, stats))
     if earlier is not None:
         console.show(_comparison(record, earlier))
     if json_file is not None:
@@ -170,6 +174,16 @@ def _method_line(record: BenchRecord) -> str:
     if not all(row.ttft_seconds.p99_reliable for row in record.rows):
         line += "\n* fewer than 100 samples: hardly more than the slowest request."
     return line
+
+
+def _speculation_line(record: BenchRecord, stats: EngineStats) -> str:
+    """Return how often drafts were right, over all levels and warm-ups."""
+    right, drafted = stats.accepted_draft_tokens, stats.draft_tokens
+    share = f" ({right / drafted:.0%})" if drafted else ""
+    return (
+        f"Speculative decoding with {record.method['speculative']}: {right:,} of {drafted:,} "
+        f"drafted tokens came true{share}; {stats.generation_tokens:,} tokens were generated."
+    )
 
 
 def _comparison(record: BenchRecord, earlier: BenchRecord) -> Table:

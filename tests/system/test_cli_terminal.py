@@ -136,5 +136,7 @@ def test_bench_writes_a_record_and_compares_with_one(tiny_llama, tmp_path):
     assert "not measured" in record["method"]["warmup"]
     compared = run(*arguments, "--kv-cache-dtype", "fp32", "--compare", file)
     assert "against" in compared.stdout
+    drafted = run(*arguments, "--speculative", "ngram", "--compare", file)
+    assert "Speculative decoding with ngram, up to 4 tokens" in drafted.stdout
     with pytest.raises(MethodMismatchError, match="seed"):
         run(*arguments, "--compare", file, "--seed", 5)

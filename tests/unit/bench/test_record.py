@@ -61,6 +61,8 @@ def compare(first, second):
 
 def test_unlike_measurements_are_refused():
     compare(record(), record(kv_cache_dtype="fp32", model="other"))
+    drafted = {"input_len": 8, "seed": 0, "speculative": "ngram, up to 4 tokens"}
+    compare(record(), record(method=drafted))
     with pytest.raises(MethodMismatchError, match=r"input_len \(8 / 9\)"):
         compare(record(), record(method={"input_len": 9, "seed": 0}))
     with pytest.raises(MethodMismatchError, match=r"warmup \(None / x\)"):
