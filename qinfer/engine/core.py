@@ -303,6 +303,7 @@ class EngineCore:
             finish_reason=reason,
             usage=None if reason is None else usage_of(request),
             error=error,
+            contradictory=error is not None and verdict.bad_layer is None,
             queue_seconds=None if reason is None else request.queue_seconds,
         )
 

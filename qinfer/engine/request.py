@@ -157,6 +157,7 @@ class TokenEvent:
             token of the prompt, None for the first, which nothing predicts.
         queue_seconds: on the last event: how long it waited for its first step.
         score: of a beam search: what the sequence is ranked by.
+        contradictory: the error is the request's own: what it asks for leaves no token to choose.
     """
 
     request_id: str
@@ -170,6 +171,7 @@ class TokenEvent:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     queue_seconds: float | None = None
     score: float | None = None
+    contradictory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
