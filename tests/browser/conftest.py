@@ -20,11 +20,11 @@ DESKTOP = ViewportSize(width=1280, height=800)
 ENDLESS = {ord("x"): {ord("y"): 17.0}, ord("y"): {ord(" "): 17.0}, ord(" "): {ord("x"): 17.0}}
 MARKDOWN = """# Title
 
-Some **bold**, *slanted* and `code`.
+**Bold** and `code`.
 
 ```python
 def f(x):
-    return "a very long line that must scroll by itself: " + str(x) * 3
+    return "a line too long for a phone: it scrolls by itself" * x
 ```
 
 | tea | coffee |

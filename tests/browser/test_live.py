@@ -75,7 +75,7 @@ def test_memory_and_facts(visit, endless):
 def test_it_asks_only_while_looked_at(visit, endless):
     page = visit(endless).page
     seen = looks(page)
-    page.wait_for_timeout(1200)
+    page.wait_for_timeout(800)
     assert seen == []
     page.get_by_role("link", name="Live").click()
     expect(tile(page, "Running")).to_have_text("0")
@@ -83,7 +83,7 @@ def test_it_asks_only_while_looked_at(visit, endless):
     page.wait_for_timeout(200)  # one look may have been under way
     count = len(seen)
     assert count
-    page.wait_for_timeout(2200)
+    page.wait_for_timeout(1600)
     assert len(seen) == count
     page.evaluate(HIDE.replace("hidden", "visible"))
     with page.expect_request("**/stats"):

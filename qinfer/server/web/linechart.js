@@ -8,10 +8,10 @@ const LONGEST = 300;
 const GAP = 3.5; // seconds between samples that break the line
 
 export class LineChart extends Chart {
-  /** `series`: [{name, color: 1..4, read(sample) -> number or null}]; `top`: fixed maximum, if any. */
-  constructor(title, series, { format, tick = format, top = null, least = 1, ...options }) {
+  /** `series`: [{name, color: 1..4, read(sample) -> number or null}]; `least`: the axis goes that far at least. */
+  constructor(title, series, { format, tick = format, least = 1, ...options }) {
     super(title, options);
-    Object.assign(this, { series, format, tick, top, least });
+    Object.assign(this, { series, format, tick, least });
     this.samples = [];
     this.now = 0;
     this.span = SHORTEST;
@@ -34,7 +34,7 @@ export class LineChart extends Chart {
 
   draw(width, height, svg) {
     const values = this.samples.flatMap((sample) => this.series.map(({ read }) => read(sample) ?? 0));
-    const top = this.top ?? niceTop(Math.max(0, ...values), this.least);
+    const top = niceTop(Math.max(0, ...values), this.least);
     const y = this.grid(svg, width, height, top, this.tick);
     const x = (time) => this.#x(time, width);
     const step = [15, 30, 60, 120].find((each) => (this.span / each) * 76 < width - MARGIN.left) ?? 300;
@@ -73,14 +73,14 @@ export class LineChart extends Chart {
 
   #line(svg, { color, read }, x, y) {
     for (const run of runs(this.samples, read)) {
-      const points = run.map((sample) => `${x(sample.time).toFixed(1)},${y(Math.min(read(sample), this.top ?? Infinity)).toFixed(1)}`);
+      const points = run.map((sample) => `${x(sample.time).toFixed(1)},${y(read(sample)).toFixed(1)}`);
       const [first, last] = [x(run[0].time).toFixed(1), x(run.at(-1).time).toFixed(1)];
       svg.append(
         s("path", { class: `area c${color}`, d: `M${first},${y(0)}L${points.join("L")}L${last},${y(0)}Z` }),
         s("path", { class: `line c${color}`, d: `M${points.join("L")}` }));
     }
     const end = this.samples.at(-1);
-    if (end && read(end) !== null) svg.append(s("circle", { class: `dot c${color}`, cx: x(end.time), cy: y(Math.min(read(end), this.top ?? Infinity)), r: 3.5 }));
+    if (end && read(end) !== null) svg.append(s("circle", { class: `dot c${color}`, cx: x(end.time), cy: y(read(end)), r: 3.5 }));
   }
 
   #x(time, width) {

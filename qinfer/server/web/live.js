@@ -38,7 +38,7 @@ export class Live {
     ], { format: number, tick: whole, least: 10, wide: true, height: 220 });
     this.ttft = new Histogram("Time to first token", { color: 2 });
     this.tpot = new Histogram("Time per token", { color: 1 });
-    this.pool = new LineChart("KV cache", [{ name: "used", color: 3, read: (sample) => sample.kvShare }], { format: percent, tick: (value) => `${value * 100} %`, top: 1 });
+    this.pool = new LineChart("KV cache", [{ name: "used", color: 3, read: (sample) => sample.kvShare }], { format: percent, tick: (value) => `${Math.round(value * 1000) / 10} %`, least: 0.1 });
     this.queue = new LineChart("Requests", [
       { name: "running", color: 1, read: (sample) => sample.running },
       { name: "waiting", color: 3, read: (sample) => sample.waiting },
@@ -102,7 +102,7 @@ export class Live {
     for (const chart of [this.rate, this.pool, this.queue]) chart.update(this.samples, sample.time);
     this.ttft.update(stats.ttft);
     this.tpot.update(stats.tpot);
-    this.memory.update(stats.memory);
+    this.memory.update(stats.memory.parts, stats.memory.peak);
     this.#showFacts(stats.facts);
   }
 

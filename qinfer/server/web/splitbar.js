@@ -13,12 +13,12 @@ export class SplitBar {
     this.title = title;
   }
 
-  /** `parts`: [{name, note, bytes, color}] */
-  update(parts) {
+  /** `parts`: [{name, note, bytes, color}]; `peak`: the most that the process ever held. */
+  update(parts, peak) {
     const total = parts.reduce((sum, part) => sum + part.bytes, 0);
     if (!total) return;
-    this.value.textContent = bytes(total);
-    this.bar.replaceChildren(...parts.filter((part) => part.bytes > 0).map((part) => {
+    this.value.textContent = `${bytes(total)}, peak so far ${bytes(peak)}`;
+    this.bar.replaceChildren(...parts.map((part) => {
       const piece = h("span", { class: `c${part.color}`, title: `${part.name}: ${bytes(part.bytes)}` });
       piece.style.flexGrow = String(part.bytes / total);
       return piece;

@@ -1,7 +1,7 @@
 // From the server's JSON (server/stats.py) to what the live view shows: the one place that knows
 // the names.
 
-import { bytes, count, duration, percent } from "./format.js";
+import { count, duration, percent } from "./format.js";
 
 /** Return the figures of GET /v1/qinfer/stats. */
 export function readStats({ server, engine, ttft, tpot, memory, limits }) {
@@ -23,12 +23,14 @@ export function readStats({ server, engine, ttft, tpot, memory, limits }) {
 
 function memoryParts(memory, kvTokens) {
   const { weights_bytes: weights = 0, kv_cache_bytes: kv = 0, activation_bytes: activations = 0, peak_rss_bytes: peak = 0 } = memory;
-  return [
+  const parts = [
     { name: "Weights", color: 1, bytes: weights },
     { name: "KV cache", color: 3, bytes: kv, note: kvTokens ? `${count(kvTokens)} tokens` : null },
     { name: "Activations", color: 2, bytes: activations, note: "a full step" },
-    { name: "Other", color: 4, bytes: Math.max(0, peak - weights - kv - activations), note: `up to the peak of ${bytes(peak)}` },
+    // Nothing is left for it while parts of the cache were never used: they are not resident yet.
+    { name: "Other", color: 4, bytes: Math.max(0, peak - weights - kv - activations), note: "program and libraries" },
   ];
+  return { parts: parts.filter((part) => part.bytes > 0), peak };
 }
 
 function facts(server, engine, limits) {
