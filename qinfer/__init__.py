@@ -8,15 +8,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from qinfer.engine.beams import BeamParams
     from qinfer.engine.llm import LLM
     from qinfer.engine.params import SamplingParams
     from qinfer.quant.pipeline import quantize
     from qinfer.workflows.evaluation import evaluate
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__", "evaluate", "quantize"]
+__all__ = ["LLM", "BeamParams", "SamplingParams", "__version__", "evaluate", "quantize"]
 
 _PUBLIC = {
+    "BeamParams": "qinfer.engine.beams",
     "LLM": "qinfer.engine.llm",
     "SamplingParams": "qinfer.engine.params",
     "quantize": "qinfer.quant.pipeline",

@@ -9,8 +9,7 @@ import torch
 from support.checkpoints import load_oracle, write_tiny
 from support.tokenizers import EOS, IM_END
 
-from qinfer import LLM, SamplingParams
-from qinfer.engine.beams import BeamParams
+from qinfer import LLM, BeamParams, SamplingParams
 from qinfer.errors import CapacityError, RequestError
 
 
