@@ -144,6 +144,7 @@ def _serve(llm: LLM, names: tuple[str, ...], server: ServerOptions, door: _Door)
         served_model_names=names,
         max_model_len=llm.core.limits.max_model_len,
         max_body_bytes=server.max_body_bytes,
+        tool_call_parser=server.tool_call_parser,
         operations=door.operations.with_engine(memory=_memory(llm), limits=_limits(llm)),
     )
     engine = AsyncEngine(llm.core, max_requests=server.max_concurrent_requests)

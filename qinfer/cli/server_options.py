@@ -17,6 +17,8 @@ from qinfer.errors import ConfigError
 from qinfer.server.auth import KeyRing, parse_keys, read_keys, readable_by_others
 from qinfer.server.jsonlog import STDOUT, JsonLog
 from qinfer.server.run import DEFAULT_DRAIN_SECONDS
+from qinfer.server.service import AUTO_PARSER
+from qinfer.server.tool_calls import FAMILIES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,7 @@ class ServerOptions:
     max_body_size: str
     drain_timeout: float
     exit_on_failure: bool
+    tool_call_parser: str
 
     @property
     def max_body_bytes(self) -> int:
@@ -194,5 +197,12 @@ _OPTIONS: list[Callable[[Verb], Verb]] = [
         default=False,
         show_default=True,
         help="End with status 1 when the engine fails, for a supervisor to start it again.",
+    ),
+    click.option(
+        "--tool-call-parser",
+        type=click.Choice([AUTO_PARSER, *FAMILIES]),
+        default=AUTO_PARSER,
+        show_default=True,
+        help="How the model spells calls of tools; auto = as its chat template shows.",
     ),
 ]
