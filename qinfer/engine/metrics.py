@@ -11,7 +11,7 @@ class TokenCounters:
     """Totals over the life of an engine.
 
     Args:
-        prompt_tokens: of all requests that were added.
+        prompt_tokens: of all prompts that were added; once, whatever `n` is, as clients count them.
         generation_tokens: sampled.
         finished: requests that ended, by reason.
     """
@@ -42,7 +42,7 @@ class EngineStats:
         draft_tokens: of them, proposed ones.
         accepted_draft_tokens: of these, those that came true.
         padding_tokens: of the computed ones, those of finished slots of static batches.
-        prompt_tokens: of all requests that were added.
+        prompt_tokens: of all prompts that were added; once, whatever `n` is, as clients count them.
         generation_tokens: sampled.
         finished: requests that ended, by reason.
     """
