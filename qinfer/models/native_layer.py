@@ -5,6 +5,7 @@ gated MLP. It owns the activations that the ops of all layers share.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -44,12 +45,12 @@ class Placing:
     Args:
         int8_activations: quantize the inputs of quantized weights.
         allocate: where the tiles are put.
-        threads: how many repack at the same time.
+        team: threads that repack while this one reads on; None = it does both.
     """
 
     int8_activations: bool = True
     allocate: tiling.Allocate = tiling.aligned_bytes
-    threads: int = 1
+    team: Executor | None = None
 
 
 Source = QuantizedWeight | WeightRows
@@ -103,7 +104,7 @@ class NativeGroup:
         for name, rows in parts.items():
             bias = joined.get(name)
             tiles = tiling.tile_rows(
-                rows.shape, rows.read, allocate=placing.allocate, threads=placing.threads
+                rows.shape, rows.read, allocate=placing.allocate, team=placing.team
             )
             int8 = placing.int8_activations and isinstance(rows.form, WeightScheme)
             self.linears.append(

@@ -6,6 +6,7 @@ fallback is reported, with its reason, when the model is loaded and with every k
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from qinfer.checkpoint.reader import Checkpoint
 from qinfer.errors import CheckpointError, ConfigError
 from qinfer.formats.weight import QuantizedWeight
-from qinfer.kernels.cpu import native, paged, tiled, tiling
+from qinfer.kernels.cpu import native, paged, tiled
 from qinfer.kernels.cpu.arena import Arena, aligned, release_freed
 from qinfer.kernels.spec import LinearSpec
 from qinfer.models.causal_lm import CausalLM
@@ -33,6 +34,7 @@ from qinfer.models.rope import RotaryTable
 from qinfer.schemes import WeightScheme
 
 _ARENA_BYTES = 64 << 20
+_EMBEDDING_PIECE = 1 << 19  # elements that are read at a time
 INT8_ROWS = WeightScheme(8, None)
 _log = logging.getLogger(__name__)
 
@@ -115,28 +117,37 @@ def _load_native(
     checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions
 ) -> NativeDecoder:
     """Tile the weights as they are read, so that little of the source is in memory at a time."""
+    with ThreadPoolExecutor(options.threads) as team:
+        placing = Placing(
+            int8_activations=options.activations == "int8",
+            allocate=_Room().take,
+            team=team if options.threads > 1 else None,
+        )
+        weights = _weights(checkpoint, config, options, placing)
+    release_freed()
+    length = options.max_positions or config.max_position
+    rotary = RotaryTable(config.rope, config.head_dim, length)
+    return NativeDecoder(config, weights, rotary, threads=options.threads)
+
+
+def _weights(
+    checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions, placing: Placing
+) -> NativeWeights:
     dtype = resolve_dtype(options.dtype, config)
-    placing = Placing(
-        int8_activations=options.activations == "int8",
-        allocate=_Room().take,
-        threads=options.threads,
-    )
     layers = []
     for layer in range(config.num_layers):
         layers.append(_layer(checkpoint, config, layer, dtype, placing))
+        release_freed()  # or the holes that each layer leaves in the heap would add up
         if options.progress is not None:
             options.progress(layer + 1, config.num_layers)
     embedding = _embedding(checkpoint, config, dtype, placing)
     head = _head(checkpoint, config, embedding, options)
-    weights = NativeWeights(
+    return NativeWeights(
         embedding=embedding,
         layers=layers,
         norm=checkpoint.tensor(FINAL_NORM).float(),
         head=NativeGroup({HEAD: head}, {}, prefix="", placing=placing),
     )
-    rotary = RotaryTable(config.rope, config.head_dim, options.max_positions or config.max_position)
-    release_freed()
-    return NativeDecoder(config, weights, rotary, threads=options.threads)
 
 
 def _layer(
@@ -183,12 +194,10 @@ def _embedding(
     shape = (config.vocab_size, config.hidden_size)
     rows = _dense(checkpoint, EMBEDDING, shape, dtype)
     room = placing.allocate(shape[0] * shape[1] * dtype.itemsize).view(dtype).view(shape)
-
-    def copy(begin: int, end: int) -> None:
+    step = max(1, _EMBEDDING_PIECE // shape[1])
+    for begin in range(0, shape[0], step):
+        end = min(begin + step, shape[0])
         room[begin:end] = rows.read(begin, end)
-
-    step = tiling.piece_rows(shape[1])
-    tiling.in_pieces(copy, begin=0, end=shape[0], step=step, threads=placing.threads)
     return room
 
 

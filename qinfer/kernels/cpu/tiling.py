@@ -1,12 +1,14 @@
 """Repacks weights into tiles when a model is loaded, a piece of some rows at a time.
 
-So a weight need not be in memory twice: what is read or unpacked of it is one piece per thread.
+So a weight need not be in memory twice: of what it is read from there are a few pieces. All pieces
+come from the calling thread: in glibc each thread has a heap of its own, which would grow by them.
 `csrc/linear.h` defines the tiles.
 """
 
 import ctypes
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 
 import torch
 
@@ -27,7 +29,8 @@ from qinfer.kernels.cpu.tiled import (
 from qinfer.kernels.spec import LinearSpec
 
 _ALIGNMENT = 64
-_PIECE_ELEMENTS = 1 << 20  # of a weight, held at once by each thread that repacks
+_PIECE_ELEMENTS = 1 << 19  # of a weight
+_WAITING_PIECES = 2  # that may be read while others are repacked
 
 # Returns zeroed bytes, uint8, aligned to 64.
 Allocate = Callable[[int], torch.Tensor]
@@ -58,52 +61,36 @@ def tile_rows(
     read: ReadRows,
     *,
     allocate: Allocate = aligned_bytes,
-    threads: int = 1,
+    team: Executor | None = None,
 ) -> TiledWeight:
     """Repack a weight of which only some rows at a time are in memory.
 
     Args:
         shape: `[out, in]` of the weight.
         read: returns some rows: dense (float16 becomes float32), or quantized to 4 or 8 bits;
-            called by several threads at once if `threads` > 1.
+            called by this thread only.
         allocate: where the tiles, scales and zeros are put.
-        threads: how many repack pieces at the same time.
+        team: repacks pieces while the next are read; None = this thread does both.
 
     Raises:
         ConfigError: the library is absent or the weight cannot be tiled; the message says why.
     """
-    step = piece_rows(shape[1])
-    first = read(0, min(step, shape[0]))
-    tiles = _room(first, shape, allocate)
-    _fill(tiles, 0, first)
-    del first
-    in_pieces(
-        lambda begin, end: _fill(tiles, begin, read(begin, end)),
-        begin=min(step, shape[0]),
-        end=shape[0],
-        step=step,
-        threads=threads,
-    )
+    step = max(1, _PIECE_ELEMENTS // (TILE_ROWS * max(1, shape[1]))) * TILE_ROWS
+    piece = read(0, min(step, shape[0]))
+    tiles = _room(piece, shape, allocate)
+    repacking: deque[Future[None]] = deque()
+    for begin in range(0, shape[0], step):
+        if begin > 0:
+            piece = read(begin, min(begin + step, shape[0]))
+        if team is None or step >= shape[0]:
+            _fill(tiles, begin, piece)
+            continue
+        repacking.append(team.submit(_fill, tiles, begin, piece))
+        if len(repacking) > _WAITING_PIECES:
+            repacking.popleft().result()
+    for future in repacking:
+        future.result()
     return tiles
-
-
-def piece_rows(in_features: int) -> int:
-    """Return how many rows of a weight make a piece: whole tiles."""
-    return max(1, _PIECE_ELEMENTS // (TILE_ROWS * max(1, in_features))) * TILE_ROWS
-
-
-def in_pieces(
-    work: Callable[[int, int], None], *, begin: int, end: int, step: int, threads: int
-) -> None:
-    """Call `work(begin, end)` for pieces of `step` of a range, on several threads at once."""
-    pieces = [(start, min(start + step, end)) for start in range(begin, end, step)]
-    if threads == 1 or len(pieces) < 2:
-        for piece in pieces:
-            work(*piece)
-        return
-    with ThreadPoolExecutor(min(threads, len(pieces))) as pool:
-        for _ in pool.map(lambda piece: work(*piece), pieces):
-            pass  # raises what the piece raised
 
 
 def _room(

@@ -49,17 +49,23 @@ void tile_rows(const int8_t* rows, int64_t width, int32_t bits, uint32_t* out) {
   }
 }
 
+// Blocks of 32 columns: rows often lie a power of two apart, so that columns of 16 of them would
+// drive each other out of the cache.
 template <typename Element>
 void tile_dense(const Element* weight, int64_t out_features, int64_t in_features, Element* tiles) {
-  const int64_t width = padded(in_features);
-  for (int64_t first = 0; first < out_features; first += kTileRows, tiles += kTileRows * width) {
+  constexpr int64_t kColumns = QINFER_ACTIVATION_GROUP;
+  for (int64_t first = 0; first < out_features; first += kTileRows) {
     const int64_t rows = std::min(kTileRows, out_features - first);
-    if (rows < kTileRows || width > in_features) {
-      std::memset(tiles, 0, kTileRows * width * sizeof(Element));
-    }
-    for (int64_t k = 0; k < in_features; ++k) {
+    for (int64_t begin = 0; begin < in_features; begin += kColumns, tiles += kTileRows * kColumns) {
+      const int64_t columns = std::min(kColumns, in_features - begin);
+      Element block[kTileRows][kColumns];
+      if (rows < kTileRows || columns < kColumns) std::memset(block, 0, sizeof block);
       for (int64_t row = 0; row < rows; ++row) {
-        tiles[k * kTileRows + row] = weight[(first + row) * in_features + k];
+        std::memcpy(block[row], weight + (first + row) * in_features + begin,
+                    columns * sizeof(Element));
+      }
+      for (int64_t k = 0; k < kColumns; ++k) {
+        for (int64_t row = 0; row < kTileRows; ++row) tiles[k * kTileRows + row] = block[row][k];
       }
     }
   }
