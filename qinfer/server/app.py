@@ -44,8 +44,14 @@ from qinfer.server.tokenization import detokenize, tokenize
 from qinfer.server.unsupported import add_unsupported_routes
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's status; only logs see it, for the client is gone
+_EVENT: Final = {
+    "description": "One server-sent event.",
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
 _STREAM: Final[dict[int | str, dict[str, Any]]] = {
-    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+    200: {"content": {"text/event-stream": {"schema": _EVENT}}}
 }
 
 

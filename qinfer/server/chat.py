@@ -39,7 +39,8 @@ async def chat(body: ChatRequest, service: Service, record: RequestRecord) -> Re
     """
     service.check_model(body.model)
     tools = tool_use(body, service.family, template_shows_tools=service.template_shows_tools)
-    params = await service.prepare(tools.apply(body.params()))
+    params = tools.apply(body.params())
+    await service.prepare(params, "tools" if tools.structured else body.structure_field)
     prompt = await service.encode_chat(body, tools=tools.rendered)
     job = Job(service.new_id("chatcmpl"), [prompt], params, record)
     writer = ChatWriter(Answer(job.id, service), body, tools)

@@ -32,7 +32,8 @@ async def complete(body: CompletionRequest, service: Service, record: RequestRec
         QinferError: the request is invalid, or the engine could not finish it.
     """
     service.check_model(body.model)
-    params = await service.prepare(body.params())
+    params = body.params()
+    await service.prepare(params, body.structure_field)
     prompts = await service.encode(body.prompts, add_special_tokens=body.add_special_tokens)
     job = Job(
         service.new_id("cmpl"),

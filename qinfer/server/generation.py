@@ -12,6 +12,7 @@ from qinfer.engine.aio import AsyncEngine
 from qinfer.engine.beams import BeamParams
 from qinfer.engine.params import SamplingParams
 from qinfer.engine.request import FinishReason, TokenEvent, TokenLogprob, Usage
+from qinfer.errors import RequestError
 from qinfer.server.errors import GenerationError, UnavailableError
 from qinfer.server.observer import RequestRecord
 
@@ -93,7 +94,8 @@ async def run(engine: AsyncEngine, job: Job) -> Batches:
     """Yield the events of all choices as they come; closing the generator aborts what is left.
 
     Raises:
-        RequestError: the engine refuses a prompt or a parameter.
+        RequestError: the engine refuses a prompt or a parameter, or what is asked for leaves no
+            token to choose.
         GenerationError: the engine ended a sequence with an error.
         UnavailableError: the engine does not run, or stops.
     """
@@ -162,6 +164,8 @@ async def unless_disconnected(request: Request, work: Awaitable[Result]) -> Resu
 
 
 def _error(event: TokenEvent) -> Exception | None:
+    if event.contradictory:
+        return RequestError(event.error or "what is asked for contradicts itself")
     if event.finish_reason == "error":
         return GenerationError(event.error or "the engine ended the request with an error")
     if event.finish_reason == "abort":

@@ -35,7 +35,8 @@ async def respond(body: ResponsesRequest, service: Service, record: RequestRecor
         QinferError: the request is invalid, or the engine could not finish it.
     """
     service.check_model(body.model)
-    params = await service.prepare(body.params())
+    params = body.params()
+    await service.prepare(params, "text")
     prompt = await service.encode_messages(body.messages())
     job = Job(service.new_id("resp"), [prompt], params, record)
     writer = ResponseWriter(Answer(job.id, service), body, service.new_id("msg"))

@@ -99,13 +99,22 @@ class Service:
                 f"model {model!r} is not served here; there is {', '.join(names)}", field="model"
             )
 
-    async def prepare(self, params: Params) -> Params:
-        """Return parameters that the engine can start with at once.
+    async def prepare(self, params: Params, field: str | None) -> None:
+        """Do what takes long before the engine gets a request: compile its grammar.
+
+        Args:
+            params: of the request.
+            field: which asked for the structure of the output.
 
         Raises:
             RequestError: the output's structure cannot be followed.
         """
-        return params
+        if isinstance(params, BeamParams) or params.structured is None:
+            return
+        try:
+            await self.in_thread(lambda: self.engine.prepare(params))
+        except RequestError as error:
+            raise RequestError(str(error), field=field) from error
 
     async def encode(
         self, prompts: Sequence[str | TokenIds], *, add_special_tokens: bool

@@ -86,6 +86,7 @@ class ResponsesRequest(Wire):
         "reasoning": (None,),
         "tool_choice": (None, "none", "auto"),
         "tools": (None, []),
+        "top_logprobs": (None, 0),
         "truncation": (None, "disabled"),
     }
 
@@ -95,7 +96,6 @@ class ResponsesRequest(Wire):
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_logprobs: Literal[0] | None = None
     metadata: Annotated[dict[Name, Text], Field(max_length=MAX_METADATA)] | None = None
     text: TextOptions | None = None
     stream: bool | None = None

@@ -58,15 +58,7 @@ class StructureFields(Wire):
         Raises:
             RequestError: asked for in more than one way, or no constraint at all.
         """
-        asked = {
-            "response_format": format_constraint(self.response_format),
-            "structured_outputs": self._structured_outputs(),
-            "guided_json": _given(json=self.guided_json),
-            "guided_regex": _given(regex=self.guided_regex),
-            "guided_choice": _given(choice=self.guided_choice),
-            "guided_grammar": _given(grammar=self.guided_grammar),
-        }
-        asked = {name: wanted for name, wanted in asked.items() if wanted}
+        asked = self._asked()
         if not asked:
             return None
         if len(asked) > 1:
@@ -75,7 +67,24 @@ class StructureFields(Wire):
                 field=next(iter(asked)),
             )
         ((name, wanted),) = asked.items()
-        return constraint(name, wanted or {})
+        return constraint(name, wanted)
+
+    @property
+    def structure_field(self) -> str | None:
+        """The field that asks for structured output."""
+        return next(iter(self._asked()), None)
+
+    def _asked(self) -> dict[str, dict[str, Any]]:
+        """Return the fields of a `StructuredOutput` that are asked for, by the field that does."""
+        asked = {
+            "response_format": format_constraint(self.response_format),
+            "structured_outputs": self._structured_outputs(),
+            "guided_json": _given(json=self.guided_json),
+            "guided_regex": _given(regex=self.guided_regex),
+            "guided_choice": _given(choice=self.guided_choice),
+            "guided_grammar": _given(grammar=self.guided_grammar),
+        }
+        return {name: wanted for name, wanted in asked.items() if wanted}
 
     def _structured_outputs(self) -> dict[str, Any] | None:
         given = self.structured_outputs

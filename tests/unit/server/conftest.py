@@ -24,6 +24,7 @@ class FakeEngine:
         self.text = text
         self.refusal: Exception | None = None  # raised before the first event
         self.error_after: int | None = None  # tokens before an event with an error
+        self.contradictory = False  # that error is the request's own
         self.hangs_after: int | None = None  # tokens before nothing more comes
         self.ends_with: FinishReason = "stop"
         self.failure: str | None = None
@@ -41,6 +42,9 @@ class FakeEngine:
 
     def retry_after(self) -> int:
         return 7
+
+    def prepare(self, params: Any) -> None:
+        """Nothing to compile."""
 
     async def stream(
         self, prompts: Mapping[str, list[int]], params: Any, *, on_end: OnEnd | None = None
@@ -76,7 +80,15 @@ class FakeEngine:
 
     def _event(self, request_id, prompt, params, position, index):
         if position == self.error_after:
-            return TokenEvent(request_id, (), "", index, finish_reason="error", error="not finite")
+            return TokenEvent(
+                request_id,
+                (),
+                "",
+                index,
+                finish_reason="error",
+                error="not finite",
+                contradictory=self.contradictory,
+            )
         token = self.text.encode()[position]
         last = position == len(self.text.encode()) - 1
         num_top = params.logprobs

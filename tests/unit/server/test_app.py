@@ -188,6 +188,14 @@ def test_g06_a_failed_request_is_an_error_not_a_text(call, engine, path):
     assert last["error"]["message"] == "not finite"
 
 
+def test_a_request_that_contradicts_itself_is_its_own_fault(call, engine):
+    engine.error_after, engine.contradictory = 2, True
+    error = error_of(call("POST", COMPLETIONS, json={"prompt": "a"}), 400)
+    assert error["type"] == "invalid_request_error"
+    *_, last = events(call("POST", COMPLETIONS, json={"prompt": "a", "stream": True}))
+    assert last["error"]["type"] == "invalid_request_error"
+
+
 def test_s04_bodies_over_the_limit_are_refused(call, engine):
     body = {"prompt": "x" * 2000}
     small = {"max_body_bytes": 1000}
