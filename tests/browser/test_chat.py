@@ -67,6 +67,19 @@ def test_stop_ends_the_answer_and_frees_the_engine(visit, endless):
     endless.wait_until_idle()
 
 
+def test_an_answer_that_was_cut_off_by_leaving_is_kept(visit, endless):
+    page = visit(endless).page
+    ask(page)
+    expect(page.get_by_role("article", name="Answer")).to_contain_text("xy xy xy")
+    page.reload()
+    endless.wait_until_idle()
+    page.locator("#conversations .open").click()
+    answer = page.get_by_role("article", name="Answer")
+    expect(answer).to_contain_text("xy xy xy")
+    expect(answer.locator("[data-figure=end]")).to_have_text("stopped")
+    expect(answer.get_by_role("button", name="Regenerate")).to_be_visible()
+
+
 def test_regenerate_keeps_the_earlier_answers(visit, talker):
     watched = visit(talker)
     page = watched.page

@@ -13,6 +13,7 @@ import { streamChat } from "./stream.js";
 import { welcome } from "./welcome.js";
 
 const SAVE_EVERY = 1000; // ms, while an answer grows
+const LEAVING = 2000; // ms
 const TITLE_CHARS = 48;
 
 export class Chat {
@@ -33,13 +34,16 @@ export class Chat {
     };
     $("new-chat").addEventListener("click", () => this.startNew());
     onOtherTab((id, conversation) => this.#changedElsewhere(id, conversation));
-    window.addEventListener("pagehide", () => this.#saveAll());
+    // A browser that leaves the page breaks its connections off before it says so (pagehide).
+    window.addEventListener("beforeunload", () => (this.leftAt = performance.now()));
+    window.addEventListener("pagehide", () => this.#leave());
     models.onChange(() => this.#showState());
     this.startNew();
   }
 
   /** Go to a fresh conversation, which is kept once it has a message. */
   startNew() {
+    this.panels?.closeDrawer();
     this.#show(newConversation(loadSettings().params));
     this.composer.focus();
   }
@@ -102,12 +106,12 @@ export class Chat {
     this.#answer(conversation, message);
   }
 
-  /** Take off a message and all after it; what is lost beyond one exchange can be had back. */
+  /** Take off a message and all after it; what is lost can be had back. (A lone answer is not: it stays a version.) */
   #cut(conversation, index) {
     const before = [...conversation.messages];
     conversation.messages.length = index;
-    if (before.length - index <= 2) return;
-    toast("The messages after it were removed", ["Undo", () => {
+    if (before.length - index < 2) return;
+    toast("Earlier messages were replaced", ["Undo", () => {
       this.running.get(conversation.id)?.abort();
       conversation.messages = before;
       saveConversation(conversation);
@@ -133,9 +137,10 @@ export class Chat {
       Object.assign(version, { finish, stats });
       announce(`Answer finished, ${stats.tokens ?? "some"} tokens`);
     } catch (error) {
-      if (error.name === "AbortError") version.finish = "stopped";
+      const isStopped = error.name === "AbortError" || performance.now() - (this.leftAt ?? -Infinity) < LEAVING;
+      if (isStopped) version.finish = "stopped";
       else version.error = described(error);
-      announce(error.name === "AbortError" ? "Stopped" : `Error: ${version.error.message}`);
+      announce(isStopped ? "Stopped" : `Error: ${version.error.message}`);
     } finally {
       delete version.running;
       this.running.delete(conversation.id);
@@ -251,10 +256,12 @@ export class Chat {
     }
   }
 
-  #saveAll() {
-    for (const id of this.running.keys()) {
+  /** Keep what has come so far; nobody will read the rest. */
+  #leave() {
+    for (const [id, control] of this.running) {
       const conversation = this.conversations.find((item) => item.id === id);
       if (conversation) saveConversation(conversation);
+      control.abort();
     }
   }
 }

@@ -66,7 +66,7 @@ export function saveSettings(settings) {
 
 function write(name, value) {
   try {
-    localStorage.setItem(name, JSON.stringify(value));
+    localStorage.setItem(name, JSON.stringify(value, (field, item) => (field === "running" ? undefined : item)));
     return true;
   } catch {
     return false; // full, or switched off
@@ -76,10 +76,16 @@ function write(name, value) {
 function parse(text) {
   try {
     const value = JSON.parse(text);
-    return isConversation(value) ? value : null;
+    return isConversation(value) ? withEnds(value) : null;
   } catch {
     return null;
   }
+}
+
+/** An answer without an end was cut off: its tab was closed, or another one still gets it. */
+function withEnds(conversation) {
+  for (const { versions = [] } of conversation.messages) for (const version of versions) if (!version.error) version.finish ??= "stopped";
+  return conversation;
 }
 
 const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);

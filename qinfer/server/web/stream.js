@@ -8,7 +8,7 @@ export async function* events(response) {
   let buffer = "";
   try {
     for (;;) {
-      const { value, done } = await reader.read();
+      const { value, done } = await reader.read().catch(brokenOff);
       if (done) return;
       buffer += value;
       const lines = buffer.split("\n");
@@ -18,6 +18,10 @@ export async function* events(response) {
   } finally {
     reader.cancel().catch(() => {});
   }
+}
+
+function brokenOff(error) {
+  throw error.name === "AbortError" ? error : new ApiError("The connection to the server broke off.");
 }
 
 /**
