@@ -1,5 +1,6 @@
 """Clients that leave, ask for too much or send nonsense, against a real server."""
 
+import asyncio
 import json
 import shutil
 import socket
@@ -31,12 +32,14 @@ def answers(server):
     assert response.json()["usage"]["completion_tokens"] == 2
 
 
-def open_request(server, **fields):
+def open_request(server, path=COMPLETIONS, **fields):
     """Send a long request over a raw socket and return the socket."""
-    body = json.dumps({"prompt": "a", "max_tokens": 120, "ignore_eos": True, **fields}).encode()
+    if path == COMPLETIONS:
+        fields = {"prompt": "a", "max_tokens": 120, "ignore_eos": True} | fields
+    body = json.dumps(fields).encode()
     raw = socket.create_connection(server.address, timeout=30)
     head = (
-        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
     )
     raw.sendall(head.encode() + body)
@@ -58,6 +61,84 @@ def test_s01_clients_that_leave_are_aborted(server, stream):
     assert aborted == 5 * 4
     assert after.generation_tokens - before.generation_tokens < 5 * 4 * 119
     answers(server)
+
+
+LONG_CHAT = {"messages": [{"role": "user", "content": "a"}], "ignore_eos": True}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", LONG_CHAT),
+        ("/v1/responses", {"input": "a", "text": {"format": {"type": "text"}}}),
+        (COMPLETIONS, {"use_beam_search": True, "beam_width": 4}),
+        (COMPLETIONS, {"echo": True, "logprobs": 5}),
+        (COMPLETIONS, {"prompt": ["a", "b", "c"], "guided_regex": "[a-z ]{200,300}"}),
+    ],
+    ids=["chat", "responses", "beams", "echo", "structured"],
+)
+def test_s01_on_every_route(server, path, fields, stream):
+    with open_request(server, path, **fields, stream=stream) as raw:
+        if stream and "use_beam_search" not in fields:
+            assert raw.recv(100)
+        else:
+            wait_for(lambda: server.engine.stats().running > 0)
+    server.wait_until_idle()
+    answers(server)
+
+
+@pytest.mark.parametrize("sent", [0, 1, 100, -1])
+def test_s01_clients_that_leave_in_the_middle_of_a_body(server, sent):
+    """The last part has come, so it may begin to be read, compiled or tokenized."""
+    before = server.engine.stats()
+    schema = {"type": "object", "properties": {f"f{i}": {"type": "string"} for i in range(900)}}
+    body = json.dumps({"prompt": "x" * 200_000, "guided_json": schema}).encode()
+    head = (
+        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    with socket.create_connection(server.address, timeout=30) as raw:
+        raw.sendall(head.encode() + body[: len(body) if sent == -1 else sent])
+    answers(server)
+    server.wait_until_idle()
+    assert server.engine.stats().prompt_tokens - before.prompt_tokens == 2  # "ok"
+
+
+BAD_BODIES = [
+    b"{",
+    b"[]",
+    b"\xff",
+    b'{"prompt": "a", "stop": [""]}',
+    b'{"prompt": [9999999]}',
+    b'{"prompt": "a", "seed": 18446744073709551616}',
+    b'{"prompt": "a", "guided_regex": "("}',
+    b'{"prompt": "a", "guided_regex": "x", "allowed_token_ids": [65]}',
+    b'{"prompt": "a", "logit_bias": {"999999": 1}}',
+    b'{"prompt": "a", "max_tokens": 100000}',
+    b'{"prompt": "a", "n": 65}',
+    b'{"prompt": "' + b"x" * 5_000_000 + b'"}',
+]
+
+
+def test_one_bad_request_never_hurts_another(server):
+    """S03, S04, S05: good requests get their own answers while bad ones come and go."""
+    good = {"prompt": "abc", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+    alone = post(server, good).json()["choices"][0]["text"]
+    headers = {"content-type": "application/json"}
+
+    async def go():
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            bad = [client.post(COMPLETIONS, content=body, headers=headers) for body in BAD_BODIES]
+            fine = [client.post(COMPLETIONS, json=good) for _ in range(6)]
+            found = await asyncio.gather(*bad, *fine)
+        return found[: len(bad)], found[len(bad) :]
+
+    bad, fine = asyncio.run(go())
+    assert [response.status_code for response in bad] == [400] * (len(BAD_BODIES) - 1) + [413]
+    assert all(response.json()["error"]["type"] == "invalid_request_error" for response in bad)
+    assert [response.json()["choices"][0]["text"] for response in fine] == [alone] * 6
+    server.wait_until_idle()
 
 
 def test_e17_cancelled_while_waiting(tiny_llama):
