@@ -5,7 +5,7 @@ one bad request never hurts another. Torch-free.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -64,7 +64,7 @@ class Limits:
 
         Raises:
             ContextLengthError: prompt and requested tokens exceed the context.
-            RequestError: a stop token outside the vocabulary.
+            RequestError: a token outside the vocabulary.
         """
         room = self.max_model_len - num_prompt
         wanted = max(room, 1) if params.max_tokens is None else params.max_tokens
@@ -75,13 +75,17 @@ class Limits:
                 + ("" if params.max_tokens is None else " or lower max_tokens"),
                 field="prompt" if room < 1 else "max_tokens",
             )
-        outside = [token for token in params.stop_token_ids if token >= self.vocab_size]
-        if outside:
-            raise RequestError(
-                f"stop_token_ids holds {outside[0]}; ids lie in 0 to {self.vocab_size - 1}",
-                field="stop_token_ids",
-            )
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("logit_bias", dict(params.logit_bias or ()))
         return self.defaults.apply(replace(params, max_tokens=wanted))
+
+    def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        largest = max(token_ids, default=0)
+        if largest >= self.vocab_size:
+            raise RequestError(
+                f"{name} holds {largest}; ids lie in 0 to {self.vocab_size - 1}", field=name
+            )
 
     def check_scored(self, token_ids: Sequence[int], start: int) -> list[int]:
         """Return a sequence to score, checked.
@@ -133,7 +137,10 @@ class RequestFactory:
         tokens = self.limits.check_prompt(prompt)
         params = self.limits.check_params(len(tokens), params)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        eos_ids = frozenset() if params.ignore_eos else self.limits.eos_ids
+        # The end of structured output is an end token: nothing else could follow.
+        goes_on = params.ignore_eos and params.structured is None
+        eos_ids = frozenset() if goes_on else self.limits.eos_ids
+        scored = params.prompt_logprobs is not None  # the first sample tells it for all
         return [
             Request(
                 id=request_id if params.n == 1 else f"{request_id}#{index}",
@@ -145,6 +152,8 @@ class RequestFactory:
                 index=index,
                 seed=seed,
                 stop_ids=eos_ids | frozenset(params.stop_token_ids),
+                prompt_next=0 if scored and index == 0 else None,
+                use_prefix_cache=not scored or index > 0,
                 arrival=arrival,
             )
             for index in range(params.n)

@@ -15,6 +15,7 @@ from qinfer.engine.batch import build
 from qinfer.engine.beam_group import Beam, BeamGroup
 from qinfer.engine.beams import BeamParams
 from qinfer.engine.jobs import Generation, Rows, RowSink, Scoring, last_event, usage_of
+from qinfer.engine.logprobs import PromptScores
 from qinfer.engine.metrics import EngineStats, TokenCounters, snapshot
 from qinfer.engine.output import OutputStream, TextTokenizer
 from qinfer.engine.params import SamplingParams
@@ -97,7 +98,7 @@ class EngineCore:
         num_prompt = len(self.limits.check_prompt(prompt))
         wanted = params.as_sampling() if isinstance(params, BeamParams) else params
         checked = self.limits.check_params(num_prompt, wanted)
-        self._check_capacity(num_prompt + (checked.max_tokens or 0) - 1, params)
+        self._check_capacity(max(num_prompt + (checked.max_tokens or 0) - 1, num_prompt), params)
         self.prepare(wanted)
 
     def prepare(self, params: SamplingParams) -> None:
@@ -128,17 +129,18 @@ class EngineCore:
         wanted = params.as_sampling() if isinstance(params, BeamParams) else params
         requests = self._factory.generation(request_id, prompt, wanted, time.monotonic())
         self._check_capacity(requests[0].max_slots, params)
+        self._tokens.prompt_tokens += requests[0].num_prompt
         for request in requests:
-            self._tokens.prompt_tokens += request.num_prompt
             if isinstance(params, BeamParams):
                 group = BeamGroup(request, params, self._tokenizer, self.scheduler)
                 self._add(Beam(request, group))
-            elif request.params.max_tokens == 0:
+            elif request.params.max_tokens == 0 and request.prompt_next is None:
                 self._tokens.count_finished("length")
                 self._immediate.append(last_event(request, "length"))
             else:
-                sampler = self._sampler.start(request)
-                self._add(Generation(request, sampler, OutputStream(request, self._tokenizer)))
+                sampler, text = self._sampler.start(request), OutputStream(request, self._tokenizer)
+                scores = None if request.prompt_next is None else PromptScores(request)
+                self._add(Generation(request, sampler, text, scores))
 
     def add_score(
         self,
@@ -251,16 +253,21 @@ class EngineCore:
     def _update(self, batch: Batch, output: ModelOutput) -> list[TokenEvent]:
         """Turn a step's logits into tokens, texts and scores, and let go of what ended."""
         generated: list[tuple[Generation, int]] = []
+        verdicts: list[Verdict] = []
         scored: list[tuple[Scoring, Rows]] = []
         beams: list[tuple[Beam, int]] = []
         for job, rows in self._rows(batch):
             if isinstance(job, Generation):
-                generated.append((job, rows.at(job.request.num_tokens - 1)))
+                verdict = _read_prompt(job, rows, output)
+                if verdict is not None:
+                    verdicts.append(verdict)
+                elif rows.at(job.request.num_tokens - 1) < rows.stop:
+                    generated.append((job, rows.at(job.request.num_tokens - 1)))
             elif isinstance(job, Beam):
                 beams.append((job, rows.start))
             else:
                 scored.append((job, rows))
-        verdicts = judge(generated, output, self._sampler)
+        verdicts += judge(generated, output, self._sampler)
         self.scheduler.update(batch, {v.job.request.id: v.token_ids for v in verdicts})
         if self._speculator is not None:
             self._speculator.learn(verdicts, len(batch.items), sum(n for _, n in batch.items))
@@ -300,6 +307,7 @@ class EngineCore:
             token_ids=verdict.token_ids,
             text="".join(verdict.texts),
             logprobs=verdict.logprobs,
+            prompt_logprobs=None if verdict.job.prompt is None else verdict.job.prompt.take(),
             finish_reason=reason,
             usage=None if reason is None else usage_of(request),
             error=error,
@@ -379,6 +387,18 @@ class EngineCore:
         for request in group.members:
             self._leave(request, reason)
         return events
+
+
+def _read_prompt(job: Generation, rows: Rows, output: ModelOutput) -> Verdict | None:
+    """Give a request the rows of its prompt, if it wants them; a verdict if that was its end."""
+    request = job.request
+    if job.prompt is not None and request.prompt_next is not None:
+        bad_layer = _first_bad(output.bad_layers[rows.start : rows.stop])
+        if bad_layer is not None:
+            return Verdict(job, rows.start, bad_layer=bad_layer)
+        job.prompt.add(rows.position, output.logits[rows.start : rows.stop])
+    over = request.params.max_tokens == 0 and request.prompt_next is None
+    return Verdict(job, rows.start, reason="length") if over else None
 
 
 def _first_bad(bad_layers: torch.Tensor) -> int | None:

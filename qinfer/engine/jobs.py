@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from qinfer.engine.logprobs import PromptScores
 from qinfer.engine.output import OutputStream
 from qinfer.engine.request import FinishReason, Request, TokenEvent, Usage
 from qinfer.engine.sampler import SamplerState
@@ -19,6 +20,7 @@ class Generation:
     request: Request
     sampler: SamplerState
     output: OutputStream
+    prompt: PromptScores | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,12 +83,13 @@ class SamplingParams:
         logit_bias: added to the logits of some tokens, -100 to 100 each; token id (or its
             decimal digits, as JSON needs it) to bias; kept as pairs.
         allowed_token_ids: no other token is chosen; None = all are allowed.
-        bad_words: texts that are never completed, at the start of a word or within one.
+        bad_words: texts whose tokens never come one after the other, at the start of a text or
+            after a space; spelled by other tokens they may still come.
         max_tokens: tokens to generate at most; None = up to the context limit.
         min_tokens: no stop before that many tokens.
         stop: strings that end the text; not part of it unless `include_stop_str_in_output`.
         stop_token_ids: tokens that end the text, beside the model's EOS set.
-        ignore_eos: go on past the EOS set.
+        ignore_eos: go on past the EOS set; without effect on structured output.
         seed: makes the draw reproducible whatever else is in the batch; None = different each time.
         n: independent samples per prompt.
         logprobs: report the chosen token's log-probability and those of so many top tokens, of

@@ -33,6 +33,8 @@ class Request:
         stop_ids: tokens that end it.
         score_next: None, or the request is scored instead of continued: the first position whose
             distribution over the next token is still wanted.
+        prompt_next: None, or its prompt's log-probabilities are wanted: the first position whose
+            distribution over the next token still is.
         use_prefix_cache: may start from cached blocks of an equal prefix.
         rank: (priority, number of arrival), set by the scheduler; lower ranks are served first.
         forked: it began with the blocks of another request, beside the limit on running ones.
@@ -59,6 +61,7 @@ class Request:
     seed: int = 0
     stop_ids: frozenset[int] = frozenset()
     score_next: int | None = None
+    prompt_next: int | None = None
     use_prefix_cache: bool = True
     rank: tuple[int, ...] = ()
     forked: bool = False
@@ -91,7 +94,9 @@ class Request:
     @property
     def max_slots(self) -> int:
         """Tokens whose K and V it can ever hold; the last generated one is never read."""
-        return self.num_tokens if self.score_next is not None else self.max_length - 1
+        if self.score_next is not None:
+            return self.num_tokens
+        return max(self.max_length - 1, self.num_prompt)
 
     @property
     def max_reusable(self) -> int:
@@ -109,10 +114,13 @@ class Request:
         """Return the positions among the next `num_new` whose logits are wanted.
 
         A scored request wants all from `score_next` on; any other wants its last known token's,
-        as soon as everything before it is computed, and those of the draft behind it.
+        as soon as everything before it is computed, and those of the draft behind it, and
+        before that all of its prompt from `prompt_next` on.
         """
         end = self.num_computed + num_new
         first = self.num_tokens - 1 if self.score_next is None else self.score_next
+        if self.prompt_next is not None:
+            first = min(first, self.prompt_next)
         return range(max(self.num_computed, first), end)
 
 
@@ -220,3 +228,4 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None

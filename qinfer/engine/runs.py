@@ -71,6 +71,7 @@ class GenerationRun:
         self._params = params
         self._samples = [_Sample() for _ in range(params.n)]
         self._arrival = 0.0
+        self._prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
     def add_to(self, core: EngineCore) -> None:
         """Queue the request."""
@@ -81,6 +82,8 @@ class GenerationRun:
     def take(self, event: TokenEvent) -> bool:
         """Add an event; True when that was the last."""
         self._samples[event.index].take(event, time.perf_counter())
+        if event.prompt_logprobs is not None:
+            self._prompt_logprobs = event.prompt_logprobs
         return all(sample.finish_reason is not None for sample in self._samples)
 
     def output(self) -> RequestOutput:
@@ -107,7 +110,7 @@ class GenerationRun:
             )
             for index, sample in enumerate(samples)
         ]
-        return RequestOutput(self._prompt, self._token_ids, outputs, metrics)
+        return RequestOutput(self._prompt, self._token_ids, outputs, metrics, self._prompt_logprobs)
 
 
 class ScoringRun:

@@ -7,10 +7,10 @@ What it computes is what `models.decoder` computes; the tests hold one against t
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from qinfer.kernels.cpu import paged
+from qinfer.kernels.cpu.faults import Notes, add_faults
 from qinfer.kernels.cpu.program import Norm, Program
 from qinfer.kernels.spec import AttnSpec
 from qinfer.kvcache.inputs import ModelInputs, ModelOutput
@@ -117,10 +117,8 @@ class NativeDecoder:
         """
         step = self._step(inputs, pool)
         step.index.load(inputs, self.max_positions)
-        step.tokens.bad_layers.fill_(-1)
-        step.rows.bad_layers.fill_(-1)
         step.tokens.program.run(self._threads)
-        return step.output(inputs.logit_rows, self.config.num_layers)
+        return step.output(inputs.logit_rows.numel())
 
     def _step(self, inputs: ModelInputs, pool: KVPool) -> "RecordedStep":
         """Return a program for a step of this size over this cache; the last one, if it serves."""
@@ -147,9 +145,17 @@ class NativeDecoder:
             layer.record(recording, hidden, attention[layer.window], pool.layer(position))
         rows = Recording(program, max_rows, index.num_rows)
         logits = self._record_head(rows, index, hidden)
-        best = torch.zeros(max_rows, dtype=torch.int64)
+        best, bad_layers = torch.zeros(2, max_rows, dtype=torch.int64)
         program.argmax(logits, best, index.num_rows)
-        return RecordedStep(pool, index, recording, rows, logits, best)
+        notes = Notes(
+            tokens=recording.bad_layers,
+            num_tokens=index.num_tokens,
+            rows=rows.bad_layers,
+            num_rows=index.num_rows,
+            num_layers=config.num_layers,
+        )
+        add_faults(program, best, index.logit_rows, notes, bad_layers)
+        return RecordedStep(pool, index, recording, rows, ModelOutput(logits, bad_layers, best))
 
     def _attention(self, layout: KVLayout, index: StepIndex) -> dict[int | None, NativeAttention]:
         """Return what attention needs, by sliding window."""
@@ -186,16 +192,14 @@ class RecordedStep:
         index: the step's index tensors.
         tokens: the part of the program that runs on all tokens.
         rows: the part that runs on the wanted rows; the same program.
-        logits: float32 `[max_rows, vocab]`.
-        best: int64 `[max_rows]`, the most likely token of each row; -1 if it is not finite.
+        results: with room for the most rows.
     """
 
     pool: KVPool
     index: StepIndex
     tokens: Recording
     rows: Recording
-    logits: torch.Tensor
-    best: torch.Tensor
+    results: ModelOutput
 
     @property
     def nbytes(self) -> int:
@@ -206,16 +210,11 @@ class RecordedStep:
         """Tell whether a step of this size fits."""
         return num_tokens <= self.index.max_tokens and num_rows <= self.index.max_rows
 
-    def output(self, rows: torch.Tensor, num_layers: int) -> ModelOutput:
+    def output(self, num_rows: int) -> ModelOutput:
         """Return the results of the last run."""
-        count = rows.numel()
-        logits, best = self.logits[:count], self.best[:count]
-        # By numpy: a step of one row takes less time than a few operations of torch.
-        early = self.tokens.bad_layers.numpy()[rows.numpy()]
-        late = self.rows.bad_layers.numpy()[:count]
-        bad = np.where(early < 0, late, early)
-        bad[(best.numpy() < 0) & (bad < 0)] = num_layers
-        return ModelOutput(logits, torch.from_numpy(bad), best)
+        results = self.results
+        best = None if results.best is None else results.best[:num_rows]
+        return ModelOutput(results.logits[:num_rows], results.bad_layers[:num_rows], best)
 
 
 def _bucket(count: int) -> int:

@@ -29,10 +29,22 @@ class StepIndex:
         self.seq_lens = zeros(max_tokens)
         self.query_starts = zeros(max_tokens + 1)
         self.logit_rows = zeros(max_rows)
-        self.num_tokens = zeros(1)
-        self.num_rows = zeros(1)
-        self.num_sequences = zeros(1)
-        self.table_width = zeros(1)
+        counts = zeros(4)
+        self.num_tokens, self.num_rows, self.num_sequences, self.table_width = counts.split(1)
+        # Filled in by numpy: an assignment of torch takes several times as long.
+        self._counts = counts.numpy()
+        self._lists = tuple(
+            tensor.numpy()
+            for tensor in (
+                self.token_ids,
+                self.positions,
+                self.slots,
+                self.block_tables,
+                self.seq_lens,
+                self.query_starts,
+                self.logit_rows,
+            )
+        )
         # The part that the ops over the cache read.
         self.cache = paged.StepIndex(
             positions=self.positions,
@@ -57,23 +69,19 @@ class StepIndex:
         Raises:
             CapacityError: a sequence is longer than `max_context` tokens.
         """
-        longest = int(inputs.seq_lens.numpy().max())
+        sources = (
+            inputs.token_ids,
+            inputs.positions,
+            inputs.slots,
+            inputs.block_tables,
+            inputs.seq_lens,
+            inputs.query_starts,
+            inputs.logit_rows,
+        )
+        tokens, _, _, tables, lengths, _, rows = arrays = [source.numpy() for source in sources]
+        longest = int(lengths.max())
         if longest > max_context:
             raise CapacityError(f"a sequence of {longest} tokens exceeds the {max_context} planned")
-        for target, source in (
-            (self.token_ids, inputs.token_ids),
-            (self.positions, inputs.positions),
-            (self.slots, inputs.slots),
-            (self.block_tables, inputs.block_tables.flatten()),
-            (self.seq_lens, inputs.seq_lens),
-            (self.query_starts, inputs.query_starts),
-            (self.logit_rows, inputs.logit_rows),
-        ):
-            target.numpy()[: source.numel()] = source.numpy()  # an assignment of torch takes longer
-        for count, tensor in (
-            (self.num_tokens, inputs.token_ids),
-            (self.num_rows, inputs.logit_rows),
-            (self.num_sequences, inputs.seq_lens),
-        ):
-            count.numpy()[0] = tensor.numel()
-        self.table_width.numpy()[0] = inputs.block_tables.shape[1]
+        for target, array in zip(self._lists, arrays, strict=True):
+            target[: array.size] = array.ravel()
+        self._counts[:] = (tokens.size, rows.size, lengths.size, tables.shape[1])

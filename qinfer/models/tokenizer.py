@@ -35,10 +35,10 @@ class Tokenizer:
     """
 
     __slots__ = (
-        "_added",
         "_backend",
         "_bytes",
         "_hf",
+        "_known",
         "bos_token_id",
         "eos_token_id",
         "special_ids",
@@ -52,7 +52,8 @@ class Tokenizer:
         self._backend.no_padding()
         self._bytes = TokenBytes(self._backend)
         added = self._backend.get_added_tokens_decoder()
-        self._added: dict[int, bytes] = {
+        # The bytes of the tokens that were asked for; added tokens stand for themselves.
+        self._known: dict[int, bytes] = {
             id_: token.content.encode() for id_, token in added.items()
         }
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
@@ -88,11 +89,12 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that one token adds to the output; empty for an id without a token."""
-        added = self._added.get(token_id)
-        if added is not None:
-            return added
-        piece = self._backend.id_to_token(token_id)
-        return b"" if piece is None else self._bytes.convert(piece)
+        known = self._known.get(token_id)
+        if known is None:
+            piece = self._backend.id_to_token(token_id)
+            known = b"" if piece is None else self._bytes.convert(piece)
+            self._known[token_id] = known
+        return known
 
     def render_chat(
         self,

@@ -17,7 +17,7 @@ from qinfer.errors import ConfigError
 from qinfer.formats.weight import QuantizedWeight
 from qinfer.kernels import cpu
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 LIBRARY_NAME = "libqinfer_cpu.so"
 PACKED_BITS = (4, 8)
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -106,35 +106,54 @@ def unsupported_reason(bits: int) -> str | None:
     return f"{bits}-bit codes have no C++ kernel (there are {PACKED_BITS} bits)"
 
 
-@cache
 def load() -> NativeLibrary | None:
-    """Return the library, or None with one logged line if it is absent or switched off."""
+    """Return the library, or None, with one logged line, if it is absent or switched off."""
+    found = find()
+    return found if isinstance(found, NativeLibrary) else None
+
+
+def missing_reason() -> str | None:
+    """Return why there are no C++ kernels, or None if there are."""
+    found = find()
+    return found if isinstance(found, str) else None
+
+
+def require() -> NativeLibrary:
+    """Return the library.
+
+    Raises:
+        ConfigError: it is absent or switched off; says why.
+    """
+    found = find()
+    if isinstance(found, str):
+        raise ConfigError(found)
+    return found
+
+
+@cache
+def find() -> NativeLibrary | str:
+    """Return the library, or why it cannot be used, which is logged once."""
+    found = _open()
+    if isinstance(found, str):
+        level = logging.WARNING if env.native_enabled() else logging.INFO
+        logger.log(level, "%s; using the slower torch reference", found)
+    return found
+
+
+def _open() -> NativeLibrary | str:
     if not env.native_enabled():
-        logger.info("C++ kernels are switched off; using the torch reference")
-        return None
+        return "the C++ kernels are switched off (QINFER_NATIVE=0)"
     paths = [Path(folder) / LIBRARY_NAME for folder in cpu.__path__]
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
-        logger.warning(
-            "the C++ kernels were not built (no compiler at installation?); "
-            "using the slower torch reference"
-        )
-        return None
+        return "the C++ kernels were not built (no compiler at installation?)"
     try:
         handle = ctypes.CDLL(str(path))
     except OSError as error:
-        logger.warning("cannot load %s (%s); using the slower torch reference", path, error)
-        return None
+        return f"cannot load {path} ({error})"
     version = handle.qinfer_abi_version()
     if version != ABI_VERSION:
-        logger.warning(
-            "%s has interface version %d, not %d: install qinfer again; "
-            "using the slower torch reference",
-            path,
-            version,
-            ABI_VERSION,
-        )
-        return None
+        return f"{path} has interface version {version}, not {ABI_VERSION}: install qinfer again"
     _declare(handle)
     return NativeLibrary(path, handle)
 
@@ -186,9 +205,7 @@ def dequantize(
     Raises:
         ConfigError: the library is not there, or rows, dtype or `out` do not fit.
     """
-    library = load()
-    if library is None:
-        raise ConfigError("the C++ kernels are not available; see the log for the reason")
+    library = require()
     if dtype not in _DTYPES:
         raise ConfigError(f"the C++ kernels write float32 or bfloat16, not {dtype}")
     start, stop = rows if rows is not None else (0, weight.out_features)

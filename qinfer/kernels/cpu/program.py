@@ -36,6 +36,7 @@ class OpKind(IntEnum):
     MERGE = 9
     ARGMAX = 10
     SAMPLE = 11
+    FAULTS = 12
 
 
 class _Op(ctypes.Structure):
@@ -252,9 +253,7 @@ class Program:
             ConfigError: the library is not there, or `threads` is out of range.
             QinferError: the library refused an op, or the system has no thread left.
         """
-        library = native.load()
-        if library is None:
-            raise ConfigError("the C++ kernels are not available; see the log for the reason")
+        library = native.require()
         if not 1 <= threads <= MAX_THREADS:
             raise ConfigError(f"threads is {threads}; it must be 1 to {MAX_THREADS}")
         if self._array is None:

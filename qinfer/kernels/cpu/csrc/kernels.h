@@ -40,6 +40,7 @@ struct Kernels {
   void merge(const void* args, int32_t thread, int32_t threads);                              \
   void argmax(const void* args, int32_t thread, int32_t threads);                             \
   void sample(const void* args, int32_t thread, int32_t threads);                             \
+  void faults(const void* args, int32_t thread, int32_t threads);                             \
   }
 
 QINFER_DECLARE_ISA(portable)

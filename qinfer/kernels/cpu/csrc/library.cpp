@@ -129,6 +129,10 @@ bool valid(const qinfer_linear& op) {
          op.float_stride >= op.float_columns;
 }
 
+bool valid(const qinfer_faults& op) {
+  return given(op.best, op.rows, op.token_notes, op.row_notes, op.out, op.num_rows, op.num_tokens);
+}
+
 // The draws are read when the op runs: what they point at is checked where they are made.
 bool valid(const qinfer_sample& op) {
   return given(op.draws, op.out, op.scratch, op.num_draws) && op.size > 0 && op.workers > 0;
@@ -145,6 +149,7 @@ static_assert(sizeof(qinfer_embed) == 48 && sizeof(qinfer_norm) == 80, "see prog
 static_assert(sizeof(qinfer_silu_mul) == 48 && sizeof(qinfer_quantize) == 40, "see program.py");
 static_assert(sizeof(qinfer_gather) == 40 && sizeof(qinfer_argmax) == 32, "see program.py");
 static_assert(sizeof(qinfer_tiled_weight) == 56 && sizeof(qinfer_linear) == 136, "see tiled.py");
+static_assert(sizeof(qinfer_faults) == 64, "see faults.py");
 static_assert(sizeof(qinfer_draw) == 72 && sizeof(qinfer_sample) == 48, "see sampling.py");
 
 }  // namespace
@@ -162,6 +167,7 @@ bool valid_op(const qinfer_op& op) {
     case QINFER_OP_GATHER: return valid_as<qinfer_gather>(op);
     case QINFER_OP_ARGMAX: return valid_as<qinfer_argmax>(op);
     case QINFER_OP_SAMPLE: return valid_as<qinfer_sample>(op);
+    case QINFER_OP_FAULTS: return valid_as<qinfer_faults>(op);
     default: return op.kind > 0 && op.kind < QINFER_OP_KINDS;
   }
 }

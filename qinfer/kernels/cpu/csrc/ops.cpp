@@ -214,5 +214,17 @@ void argmax(const void* args, int32_t thread, int32_t threads) {
   }
 }
 
+void faults(const void* args, int32_t thread, int32_t) {
+  if (thread != 0) return;
+  const qinfer_faults& op = *static_cast<const qinfer_faults*>(args);
+  for (int64_t row = 0; row < *op.num_rows; ++row) {
+    const int64_t early = op.token_notes[op.rows[row]], late = op.row_notes[row];
+    const int64_t last = op.best[row] < 0 ? op.num_layers : -1;
+    op.out[row] = early >= 0 ? early : late >= 0 ? late : last;
+  }
+  for (int64_t row = 0; row < *op.num_rows; ++row) op.row_notes[row] = -1;
+  for (int64_t token = 0; token < *op.num_tokens; ++token) op.token_notes[token] = -1;
+}
+
 }  // namespace QINFER_ISA
 }  // namespace qinfer

@@ -70,6 +70,19 @@ typedef struct qinfer_argmax {
   const int64_t* num_rows;
 } qinfer_argmax;
 
+// out[r] = where the numbers of a wanted row broke down first: what was noted of its token, else
+// what was noted of the row, else `num_layers` if `best` is -1, else -1. Then forgets the notes.
+typedef struct qinfer_faults {
+  const int64_t* best;        // [num_rows], from qinfer_argmax
+  const int64_t* rows;        // [num_rows], the token of each row
+  int64_t* token_notes;       // [num_tokens], the bad_layers of norms over tokens
+  int64_t* row_notes;         // [num_rows], the bad_layers of the norm over rows
+  int64_t* out;               // [num_rows]
+  int64_t num_layers;
+  const int64_t* num_rows;
+  const int64_t* num_tokens;
+} qinfer_faults;
+
 #ifdef __cplusplus
 }
 #endif

@@ -26,7 +26,8 @@ enum qinfer_op_kind {
   QINFER_OP_MERGE = 9,        // attention.h: the same struct; merges the spans in ascending order
   QINFER_OP_ARGMAX = 10,      // ops.h: qinfer_argmax
   QINFER_OP_SAMPLE = 11,      // sample.h: qinfer_sample
-  QINFER_OP_KINDS = 12
+  QINFER_OP_FAULTS = 12,      // ops.h: qinfer_faults
+  QINFER_OP_KINDS = 13
 };
 
 typedef struct qinfer_op {

@@ -11,7 +11,7 @@ const Kernels kernels = {
     QINFER_STRING(QINFER_ISA),
     dequantize_rows,
     {nullptr, linear, embed, norm, silu_mul, quantize, gather, rope_store, attention, merge,
-     argmax, sample},
+     argmax, sample, faults},
 };
 
 }  // namespace QINFER_ISA

@@ -10,6 +10,7 @@ import torch
 
 from qinfer.errors import ConfigError, QinferError
 from qinfer.kernels.cpu import native
+from qinfer.kernels.cpu.faults import FaultsArgs, Notes, add_faults
 from qinfer.kernels.cpu.program import (
     MAX_THREADS,
     ArgmaxArgs,
@@ -169,8 +170,8 @@ def test_impossible_numbers_of_threads_are_refused(threads: int) -> None:
 
 
 def test_without_the_library_a_program_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "load", lambda: None)
-    with pytest.raises(ConfigError, match="not available"):
+    monkeypatch.setattr(native, "find", lambda: "there is no library")
+    with pytest.raises(ConfigError, match="there is no library"):
         Program().run(1)
 
 
@@ -195,6 +196,8 @@ def good_args() -> dict[OpKind, tuple[ctypes.Structure, list[object]]]:
     program.quantize(half, none, int8)
     program.gather(x, ids, torch.zeros(1, 64), none)
     program.argmax(x, ids, none)
+    notes = Notes(ids.clone(), none, ids.clone(), none, 3)
+    add_faults(program, ids.clone(), ids, notes, ids.clone())
     draws, scratch = (DrawArgs * 1)(), torch.zeros(200)
     args = SampleArgs(
         draws=ctypes.addressof(draws),
@@ -223,7 +226,7 @@ def test_every_field_that_must_be_there_is_checked(kind: OpKind) -> None:
     assert kept
     assert call(kind, args) == OK
     names = [field[0] for field in args._fields_]
-    optional = {"eps", "reserved", "permutation", "dtype", "bad_layers", "layer"}
+    optional = {"eps", "reserved", "permutation", "dtype", "bad_layers", "layer", "num_layers"}
     if kind in {OpKind.NORM, OpKind.SILU_MUL}:
         optional.add("out")  # the quantized rows are there
     for name in names:
@@ -285,8 +288,9 @@ def test_structs_have_the_sizes_of_the_header() -> None:
         ArgmaxArgs,
         DrawArgs,
         SampleArgs,
+        FaultsArgs,
     )
-    assert [ctypes.sizeof(s) for s in structs] == [16, 16, 48, 80, 48, 40, 40, 32, 72, 48]
+    assert [ctypes.sizeof(s) for s in structs] == [16, 16, 48, 80, 48, 40, 40, 32, 72, 48, 64]
 
 
 @needs_library
