@@ -4,18 +4,18 @@ A step yields tokens and takes seconds. Drafting one token more is worth it as l
 that it is expected to add, per second that it adds, exceed what the step yields per second without
 it. Both sides are measured while the engine runs: the seconds of a step by its number of tokens,
 the seconds of the drafter, and the share of drafted tokens that came true, per request and over
-all of them. Where it does not pay it is left out, and tried again now and then; where it does, a
-step without drafts shows now and then what one costs.
+all of them. Where it does not pay it is left out, and tried again ever more seldom; where it does,
+a step without drafts shows now and then what one costs.
 
 The choice depends on a clock, so two runs may draft differently; no token depends on it.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-PROBE_EVERY = 32
-PROBE_LENGTH = 2
+PROBE_AFTER = 32
+MAX_PROBE_AFTER = 512
 PLAIN_EVERY = 64
 
 _MAX_STEP = 512  # larger steps are prefill, and tell nothing about verifying a few tokens
@@ -28,22 +28,29 @@ _FIRST_GUESS = 0.7
 
 
 class StepCosts:
-    """Seconds of a step by its number of tokens: moving averages, and lines between them."""
+    """Seconds of a step by its number of tokens: moving averages, and lines between them.
+
+    A size counts as known from its second step on, and begins with the shorter of the two: the
+    first may have had to prepare memory for that size.
+    """
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
         self._seconds: dict[int, float] = {}
+        self._first: dict[int, float] = {}
 
     def add(self, num_tokens: int, seconds: float) -> None:
         """Record a step; one that took far longer than expected counts as an outlier."""
         if not 1 <= num_tokens <= _MAX_STEP:
             return
         known = self._seconds.get(num_tokens)
-        if known is None:
-            self._sizes.insert(bisect_left(self._sizes, num_tokens), num_tokens)
-            self._seconds[num_tokens] = seconds
-        else:
+        if known is not None:
             self._seconds[num_tokens] += _STEP_WEIGHT * (min(seconds, _OUTLIER * known) - known)
+        elif num_tokens in self._first:
+            insort(self._sizes, num_tokens)
+            self._seconds[num_tokens] = min(self._first.pop(num_tokens), seconds)
+        else:
+            self._first[num_tokens] = seconds
 
     def estimate(self, num_tokens: int) -> float:
         """Return the seconds of a step; beyond all sizes seen, those of the nearest one."""
@@ -90,6 +97,7 @@ class _History:
 
     rate: Rate = field(default_factory=Rate)
     idle_steps: int = 0
+    probe_after: int = PROBE_AFTER
 
 
 class Payoff:
@@ -138,10 +146,14 @@ class Payoff:
             return [0] * len(histories)
         lengths = self._worthwhile(histories, rooms)
         for index, history in enumerate(histories):
-            history.idle_steps = 0 if lengths[index] else history.idle_steps + 1
-            if history.idle_steps >= PROBE_EVERY and rooms[index]:
-                lengths[index] = min(PROBE_LENGTH, rooms[index], self._max_length)
+            if lengths[index]:
+                history.idle_steps, history.probe_after = 0, PROBE_AFTER
+                continue
+            history.idle_steps += 1
+            if history.idle_steps >= history.probe_after and rooms[index]:
+                lengths[index] = min(rooms[index], self._max_length)
                 history.idle_steps = 0
+                history.probe_after = min(2 * history.probe_after, MAX_PROBE_AFTER)
         self._steps_drafted += any(lengths)
         return lengths
 

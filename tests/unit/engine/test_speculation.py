@@ -92,11 +92,11 @@ def test_a_right_draft_saves_steps_and_changes_nothing(params: SamplingParams) -
     core, runner, oracle = speculating({"a": prompt}, {"a": params})
     events = drain(core)
     assert outputs(events)[("a", 0)] == solo(prompt, params)
-    assert [len(event.token_ids) for event in events] == [1, 1, 5, 5, 5, 3]
-    # One step shows what a plain one costs; the last draft is cut at max_tokens.
-    assert runner.num_tokens == [9, 1, 5, 5, 5, 3]
+    assert [len(event.token_ids) for event in events] == [1, 1, 1, 5, 5, 5, 2]
+    # Two steps show what a plain one costs; the last draft is cut at max_tokens.
+    assert runner.num_tokens == [9, 1, 1, 5, 5, 5, 2]
     stats = core.stats()
-    assert (stats.draft_tokens, stats.accepted_draft_tokens) == (14, 14)
+    assert (stats.draft_tokens, stats.accepted_draft_tokens) == (13, 13)
     assert stats.generation_tokens == 20
     assert not oracle.known
 
@@ -218,7 +218,7 @@ def test_aborted_with_a_draft() -> None:
     """E17: blocks that were taken for a draft are freed, and the drafter forgets the request."""
     prompts = {"a": prompt_of(0, 9), "b": prompt_of(1, 9)}
     core, _, oracle = speculating(prompts, {"a": GREEDY, "b": GREEDY}, max_batch_tokens=64)
-    events = [event for _ in range(3) for event in core.step()]
+    events = [event for _ in range(4) for event in core.step()]
     core.abort("a")
     assert oracle.known == {"b"}
     core.check_integrity()
