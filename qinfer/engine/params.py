@@ -26,9 +26,11 @@ class StructuredOutput:
 
     Args:
         json: a JSON schema, as a dictionary or as text (which is what is kept); {} = any JSON.
-        regex: what the whole output matches, in the syntax of Rust's `regex`.
+        regex: what the whole output matches, in the syntax of Rust's `regex`, in which digits and
+            word characters are the ASCII ones.
         choice: the texts of which the output is one.
-        grammar: a context-free grammar in Lark's notation; its rule `start` is the output.
+        grammar: a context-free grammar in Lark's notation, whose rule `start` is the output, or
+            in that of llama.cpp (GBNF), whose rule `root` is.
     """
 
     json: Mapping[str, object] | str | None = None

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from qinfer.engine.output import TextTokenizer
@@ -182,7 +182,9 @@ def _grammar(structured: StructuredOutput) -> tuple[str, str]:
     if structured.json is not None:
         return "structured.json", _json_grammar(str(structured.json))
     if structured.regex is not None:
-        return "structured.regex", LLMatcher.grammar_from_regex(structured.regex)
+        # \d and \w are ASCII, as in JSON Schema: who asks for digits means 0 to 9.
+        pattern = regex_to_lark(structured.regex, use_ascii="dw")
+        return "structured.regex", LLMatcher.grammar_from_lark(f"start: /{pattern}/")
     if structured.choice is not None:
         texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in structured.choice)
         return "structured.choice", LLMatcher.grammar_from_lark(f"start: {texts}")
