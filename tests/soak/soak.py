@@ -119,7 +119,7 @@ def unchunk(data: bytes) -> bytes:
     Raises:
         LostError: it is not complete.
     """
-    parts = []
+    parts: list[bytes] = []
     while True:
         size, separator, data = data.partition(b"\r\n")
         if not separator:
@@ -370,7 +370,8 @@ async def soak(args: argparse.Namespace, port: int, pid: int, expected: Expected
     draw = random.Random(args.seed)
     kinds = draw.choices(list(KINDS), list(KINDS.values()), k=args.requests)
     jobs = [Job(kind, draw.randrange(NUM_PROMPTS), draw.choice(LENGTHS)) for kind in kinds]
-    seen, samples = Seen(), []
+    seen = Seen()
+    samples: list[tuple[int, int]] = []
     watcher = asyncio.create_task(watch(pid, seen, samples))
     begin = time.monotonic()
     clients = [Client(port, expected, seen).work(jobs) for _ in range(args.clients)]
