@@ -24,6 +24,7 @@ help:
 	@echo "make test    the test suite; make test-browser: of it, the web page in Chromium"
 	@echo "make test-contract   the HTTP API against its own OpenAPI document, CONTRACT_SECONDS long"
 	@echo "make soak    500 clients, 5,000 requests against one server: nothing lost, nothing wrong"
+	@echo "make test-native  tests of the C++ kernels, built with the address and UB sanitizers"
 	@echo "make lint    format, lint, layers and types, checked"
 	@echo "make bench   speed of the demo model on this machine"
 
@@ -53,6 +54,15 @@ test-contract: setup
 
 soak: setup
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/soak.py $(ARGS)
+
+# Python itself is not built with a sanitizer, so that its library must be there before all others. What
+# torch and Python leave behind is no leak of the kernels.
+test-native: setup
+	cmake -S . -B build/sanitized -DCMAKE_BUILD_TYPE=None -DQINFER_SANITIZE=address,undefined
+	cmake --build build/sanitized --target qinfer_cpu --parallel 2
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 \
+	    $(BIN)/pytest --native-library build/sanitized tests/unit/kernels/cpu tests/unit/kernels/test_native.py \
+	    --ignore tests/unit/kernels/cpu/test_arena.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff format --check

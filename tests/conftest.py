@@ -13,8 +13,21 @@ import torch
 from support.checkpoints import write_script, write_tiny
 
 from qinfer.checkpoint.hub import DEMO_PACKAGE, demo_model, resolve_model
+from qinfer.kernels import cpu
 
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a run test another build of the C++ library, as `make test-native` does."""
+    parser.addoption("--native-library", type=Path, metavar="DIR", help="where to find it first")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Find the library there before any test module asks for it."""
+    folder = config.getoption("--native-library")
+    if folder is not None:
+        cpu.__path__.insert(0, str(folder.resolve()))
 
 
 @pytest.fixture(scope="session")

@@ -105,9 +105,7 @@ def _supports_packed(spec: LinearSpec) -> str | None:
         return f"packs 4 and 8 bits, not {spec.scheme.bits}"
     if spec.dtype not in {torch.float32, torch.bfloat16}:
         return f"dequantizes to float32 and bfloat16, not {spec.dtype}"
-    if native.load() is None:
-        return "the C++ library is not installed"
-    return None
+    return native.missing_reason()
 
 
 def _supports_dense(spec: LinearSpec) -> str | None:

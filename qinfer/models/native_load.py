@@ -95,8 +95,9 @@ def _native_refusal(
     """Return why the C++ program cannot run a model, or None if it can."""
     if options.device != "cpu":
         return f"the C++ kernels run on the CPU, not on {options.device}"
-    if native.load() is None:
-        return "the C++ library is not installed"
+    missing = native.missing_reason()
+    if missing is not None:
+        return missing
     dtype = resolve_dtype(options.dtype, config)
     if dtype == torch.float16:
         return "the C++ kernels compute in float32, float16 was asked for"

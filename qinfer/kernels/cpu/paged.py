@@ -143,9 +143,7 @@ def scratch_floats(
     Raises:
         ConfigError: the library is not there.
     """
-    library = native.load()
-    if library is None:
-        raise ConfigError("the C++ kernels are not available; see the log for the reason")
+    library = native.require()
     size = library.handle.qinfer_attention_scratch
     size.restype = ctypes.c_int64
     size.argtypes = (ctypes.c_int32, ctypes.c_int64, *(ctypes.c_int32,) * 3)

@@ -127,8 +127,9 @@ def unsupported_reason(spec: LinearSpec) -> str | None:
     """
     if spec.device != "cpu":
         return f"runs on the CPU, not on {spec.device}"
-    if native.load() is None:
-        return "the C++ library is not installed"
+    missing = native.missing_reason()
+    if missing is not None:
+        return missing
     if spec.scheme is None:
         return None
     if spec.scheme.bits not in CODE_KINDS:

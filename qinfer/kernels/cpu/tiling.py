@@ -221,9 +221,7 @@ def _tile_bytes(kind: WeightKind, out_features: int, in_features: int) -> int:
 
 
 def _call(function: str, *args: object) -> None:
-    library = native.load()
-    if library is None:
-        raise ConfigError("the C++ kernels are not available; see the log for the reason")
+    library = native.require()
     status = library.handle[function](*args)
     if status != 0:
         raise ConfigError(f"{function} refused its arguments (status {status})")

@@ -76,10 +76,10 @@ def test_the_first_candidate_that_can_is_taken_and_the_others_say_why() -> None:
 def test_without_the_library_quantized_weights_run_dense(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(native, "load", lambda: None)
+    monkeypatch.setattr(native, "find", lambda: "there is no library")
     choice = choose_linear(LinearSpec(64, 64, torch.float32, "cpu", WeightScheme(4, 32)))
     assert choice.implementation.name == "reference.dense"
-    assert choice.refusals == (("cpu.packed", "the C++ library is not installed"),)
+    assert choice.refusals == (("cpu.packed", "there is no library"),)
 
 
 def test_no_kernel_for_a_device_is_an_error_with_every_reason() -> None:
