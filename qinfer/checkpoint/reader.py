@@ -225,7 +225,7 @@ def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> Checkpoint:
 def _read(entry: TensorEntry, name: str, shape: tuple[int, ...], offset: int) -> torch.Tensor:
     """Return a tensor whose values begin at byte `offset` of the file."""
     tensor = torch.empty(shape, dtype=entry.dtype)
-    room = memoryview(tensor.flatten().view(torch.uint8).numpy())
+    room = tensor.flatten().view(torch.uint8).numpy().data
     try:
         with entry.file.open("rb", buffering=0) as file:
             file.seek(offset)

@@ -134,8 +134,9 @@ class SamplingParams:
         Raises:
             RequestError: the first field that is invalid.
         """
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", _as_texts("stop", stop))
+        stop: object = self.stop  # callers without types also give one text
+        stops = (stop,) if isinstance(stop, str) else stop
+        object.__setattr__(self, "stop", _as_texts("stop", stops))
         object.__setattr__(self, "bad_words", _as_texts("bad_words", self.bad_words))
         stop_ids = _as_ids("stop_token_ids", self.stop_token_ids)
         object.__setattr__(self, "stop_token_ids", stop_ids)

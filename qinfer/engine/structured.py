@@ -152,7 +152,9 @@ class GrammarCompiler:
             if self._table is None:
                 table = _Table(self._tokenizer, self._vocab_size, self._eos_ids[0])
                 self._table = LLTokenizer(
-                    table, n_vocab=self._vocab_size, eos_token=list(self._eos_ids)
+                    table,  # type: ignore[arg-type]  # it has all that is read of a wrapper
+                    n_vocab=self._vocab_size,
+                    eos_token=list(self._eos_ids),
                 )
             return self._table
 

@@ -1,4 +1,4 @@
-"""The limits on a request body: its size, by its header or as soon as it is passed, and its time."""
+"""The limits on a request body: its size, by its header or as soon as it passes, and its time."""
 
 import asyncio
 from dataclasses import dataclass

@@ -6,7 +6,7 @@ from vLLM: `qinfer:`. A prompt with `n` samples counts as `n` sequences wherever
 counted, as it does there.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,12 +22,13 @@ from prometheus_client.registry import Collector
 from qinfer import __version__
 from qinfer.engine.latency import Histogram
 from qinfer.engine.metrics import EngineStats
+from qinfer.engine.request import FinishReason
 from qinfer.server.lifecycle import Lifecycle
 from qinfer.server.observer import HttpCounts
 from qinfer.server.settings import OperationSettings
 
 PREFIX: Final = "qinfer:"
-FINISH_REASONS: Final = ("stop", "length", "abort", "error")
+FINISH_REASONS: Final[tuple[FinishReason, ...]] = ("stop", "length", "abort", "error")
 
 
 def make_registry(
@@ -110,9 +111,9 @@ class _Numbers(Collector):
             "Sequences that ended, by reason; abort = the client left, error = it failed.",
             labels=["model_name", "finished_reason"],
         )
-        ended: Mapping[str, int] = {**self.lifecycle.engine.latencies.ended}
+        ended = self.lifecycle.engine.latencies.ended
         for reason in FINISH_REASONS:
-            family.add_metric([self.model, reason], ended.get(reason, 0))
+            family.add_metric([self.model, reason], ended[reason])
         yield family
 
     def _histograms(self) -> Iterator[Metric]:

@@ -8,7 +8,7 @@ nobody reads. Each of these costs memory and file descriptors; here each ends.
 import asyncio
 from typing import Any, Final
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 REQUEST_SECONDS: Final = 20.0  # from a request's first byte, or the connection, to its head's end
 STALL_SECONDS: Final = 60.0  # that a client may leave a response unread
@@ -32,8 +32,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the timers."""
-        self._request_timer = _cancelled(self._request_timer)
-        self._stall_timer = _cancelled(self._stall_timer)
+        _cancel(self._request_timer)
+        self._request_timer = None
+        _cancel(self._stall_timer)
+        self._stall_timer = None
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -48,7 +50,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Stop the clock: the head is there; its body has a limit of its own (`BodyLimit`)."""
-        self._request_timer = _cancelled(self._request_timer)
+        _cancel(self._request_timer)
+        self._request_timer = None
         self._in_body, self._head_bytes = True, 0
         super().on_headers_complete()
 
@@ -57,7 +60,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_body = False
         super().on_message_complete()
         if self._is_idle:
-            self._request_timer = _cancelled(self._request_timer)
+            _cancel(self._request_timer)
+            self._request_timer = None
             self._unset_keepalive_if_required()
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
@@ -70,13 +74,15 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         """Stop that clock."""
-        self._stall_timer = _cancelled(self._stall_timer)
+        _cancel(self._stall_timer)
+        self._stall_timer = None
         super().resume_writing()
 
     @property
     def _is_idle(self) -> bool:
         """Whether the last request has its answer; what comes now is its rest, or the next."""
-        return self.cycle is not None and self.cycle.response_complete
+        cycle: RequestResponseCycle | None = self.cycle  # None before the first request
+        return cycle is not None and cycle.response_complete
 
     def _start_request_timer(self) -> None:
         self._request_timer = self.loop.call_later(
@@ -85,13 +91,15 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _give_up(self, message: str) -> None:
         """Close the connection; with a reason, unless an answer is on its way."""
-        self._request_timer = _cancelled(self._request_timer)
-        if self.cycle is not None and not self.cycle.response_complete:
+        _cancel(self._request_timer)
+        self._request_timer = None
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is not None and not cycle.response_complete:
             self.transport.abort()
         elif not self.transport.is_closing():
             self.send_400_response(message)
 
 
-def _cancelled(timer: asyncio.TimerHandle | None) -> None:
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
     if timer is not None:
         timer.cancel()

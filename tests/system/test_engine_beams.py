@@ -14,7 +14,8 @@ from qinfer.errors import CapacityError, RequestError
 
 
 def open_llm(model: Path, **options: Any) -> LLM:
-    return LLM(model, **{"threads": 1, "max_num_seqs": 8, "kv_cache_dtype": "fp32"} | options)
+    defaults: dict[str, Any] = {"threads": 1, "max_num_seqs": 8, "kv_cache_dtype": "fp32"}
+    return LLM(model, **defaults | options)
 
 
 def prompt_of(seed: int, length: int) -> list[int]:

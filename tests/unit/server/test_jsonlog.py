@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import threading
 
 import pytest
@@ -66,8 +67,8 @@ def test_when_there_is_room_again_the_log_goes_on_with_a_whole_line(tmp_path, mo
         room[0] -= len(part)
         return real(fd, part)
 
-    real = jsonlog.os.write
-    monkeypatch.setattr(jsonlog.os, "write", write)
+    real = os.write
+    monkeypatch.setattr(os, "write", write)
     log = JsonLog(str(path))
     log.write({"n": 1})
     wait_until(lambda: log.dropped == 1)
@@ -93,14 +94,14 @@ def test_a_line_torn_by_kill_9_does_not_spoil_the_next(tmp_path):
 
 def test_a_stuck_disk_holds_up_nobody(tmp_path, monkeypatch):
     stuck = threading.Event()
-    real = jsonlog.os.write
+    real = os.write
 
     def write(fd, data):
         stuck.wait(30)
         return real(fd, data)
 
     monkeypatch.setattr(jsonlog, "QUEUE_LINES", 10)
-    monkeypatch.setattr(jsonlog.os, "write", write)
+    monkeypatch.setattr(os, "write", write)
     log = JsonLog(str(tmp_path / "log"))
     for number in range(100):
         log.write({"number": number})  # returns at once, or the test would take 30 seconds

@@ -57,7 +57,7 @@ def test_s10_what_does_not_end_is_cut_off_once_and_then_left():
 
 
 def test_s10_a_failed_engine_is_told_once_and_ends_the_server_if_asked():
-    told = []
+    told: list[str] = []
     server, life, engine = make(on_failure=told.append)
     engine.failure = "out of memory"
     assert not server._is_over(1.0)

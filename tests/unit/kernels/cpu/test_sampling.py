@@ -112,9 +112,9 @@ def test_edits_and_allowed_tokens_come_first(isa: str) -> None:
             wanted = Draw(row=0, number=0.5, temperature=temperature, **fields)
             assert sampler.choose(x, [wanted]) == [expected]
             assert sampling.choose(x[0], wanted) == expected
-    wanted = draws(2, 60, edits=edits, allowed=allowed, temperature=40.0, top_p=0.95)
-    chosen = sampler.choose(x, wanted)
-    assert chosen == reference(x, wanted)
+    many = draws(2, 60, edits=edits, allowed=allowed, temperature=40.0, top_p=0.95)
+    chosen = sampler.choose(x, many)
+    assert chosen == reference(x, many)
     assert set(chosen) == {7, 299}
     assert torch.equal(x, logits(2, vocab))  # the model's own rows stay as they are
 
