@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -198,7 +199,7 @@ def _embedding(
     step = max(1, _EMBEDDING_PIECE // shape[1])
     for begin in range(0, shape[0], step):
         end = min(begin + step, shape[0])
-        room[begin:end] = rows.read(begin, end)
+        room[begin:end] = cast(torch.Tensor, rows.read(begin, end))
     return room
 
 
@@ -212,7 +213,7 @@ def _head(
         head = _linear(checkpoint, HEAD, shape, embedding.dtype)
     if isinstance(head, QuantizedWeight) or not _rounds_head(checkpoint, options):
         return head
-    read = head.read
+    read = cast(Callable[[int, int], torch.Tensor], head.read)  # a dense weight's
     return WeightRows(shape, INT8_ROWS, lambda begin, end: int8_rows(read(begin, end)))
 
 

@@ -79,7 +79,7 @@ class RequestRecord:
         if event.usage is not None and event.index == 0:
             self.cached_tokens += event.usage.cached_tokens
         if times.queue is not None:
-            self.queue = max(times.queue, self.queue or 0.0)
+            self.queue = times.queue if self.queue is None else min(times.queue, self.queue)
         if times.ttft is not None:
             self.ttft = times.ttft if self.ttft is None else min(times.ttft, self.ttft)
 
