@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 import torch
-from support.checkpoints import write_tiny
+from support.checkpoints import edit_json, write_tiny
 from support.live import live_server
 
 CHECKS = (
@@ -29,6 +29,11 @@ CHECKS = (
     "allow_header_conformance",
 )
 REQUEST_SECONDS = 30
+TEMPLATE = (  # knows tools, and calls as plain JSON
+    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %};{% endfor %}"
+)
 SETTINGS = """
 [checks.negative_data_rejection]
 # What is forbidden may also be too large to be looked at.
@@ -61,6 +66,7 @@ def main() -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         model = write_tiny(Path(folder) / "model")
+        edit_json(model / "tokenizer_config.json", chat_template=TEMPLATE)
         with live_server(model) as live:
             settings = Path(folder) / "schemathesis.toml"
             settings.write_text(SETTINGS, encoding="utf-8")
