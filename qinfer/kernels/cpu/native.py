@@ -17,7 +17,7 @@ from qinfer.errors import ConfigError
 from qinfer.formats.weight import QuantizedWeight
 from qinfer.kernels import cpu
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 LIBRARY_NAME = "libqinfer_cpu.so"
 PACKED_BITS = (4, 8)
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}

@@ -67,7 +67,7 @@ class EmbedArgs(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("hidden", ctypes.c_int64),
         ("dtype", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("tiled", ctypes.c_int32),
         ("num_tokens", ctypes.c_void_p),
     )
 

@@ -67,8 +67,11 @@ typedef struct qinfer_attention {
   int32_t reserved;
 } qinfer_attention;
 
+#define QINFER_MAX_HEADS 65536
+#define QINFER_MAX_HEAD_DIM 512  // and even
+
 // Floats of scratch for runs on up to `threads` threads and sequences of up to `max_context`
-// tokens. It does not depend on the batch.
+// tokens. It does not depend on the batch. -1 if there are no such threads, tokens or heads.
 QINFER_API int64_t qinfer_attention_scratch(int32_t threads, int64_t max_context, int32_t num_heads,
                                             int32_t num_kv_heads, int32_t head_dim);
 

@@ -6,12 +6,15 @@
 #include <vector>
 
 #include "active.h"
+#include "attention.h"
 #include "linear.h"
 #include "ops.h"
 #include "sample.h"
 
 namespace qinfer {
 namespace {
+
+constexpr int64_t kAlignment = 64;  // of tiles and of quantized rows
 
 // Below this many weights a thread costs more to start than it saves.
 constexpr int64_t kMinWeightsPerThread = 1 << 20;
@@ -59,44 +62,63 @@ void split_rows(int64_t rows, int64_t parts, const Body& body) {
   for (std::thread& member : team) member.join();
 }
 
+// Whether a pointer is there, and at a multiple of `bytes`.
+bool given_at(const void* pointer, int64_t bytes) {
+  return pointer != nullptr && reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
+}
+
+template <typename... Elements>
+bool given(const Elements*... pointers) {
+  return (... && given_at(pointers, alignof(Elements)));
+}
+
+// The same of pointers that may be NULL.
+template <typename... Elements>
+bool optional(const Elements*... pointers) {
+  return (... && (pointers == nullptr || given(pointers)));
+}
+
+int64_t element_bytes(int32_t dtype) { return dtype == QINFER_BFLOAT16 ? 2 : 4; }
+
 bool valid(const qinfer_weight& w) {
   const bool described = w.codes != nullptr && w.scales != nullptr && w.out_features >= 0 &&
                          w.in_features >= 0 && (w.bits == 4 || w.bits == 8);
-  if (!described || w.group_index != nullptr) return described && w.num_groups > 0;
-  return w.group_size > 0 && w.num_groups >= (w.in_features + w.group_size - 1) / w.group_size;
+  if (!described || !optional(w.scales, w.zeros, w.group_index)) return false;
+  if (w.group_index != nullptr) return w.num_groups > 0;
+  return w.group_size > 0 &&
+         (w.in_features == 0 || w.num_groups > (w.in_features - 1) / w.group_size);
 }
 
-template <typename... Pointers>
-bool given(const Pointers*... pointers) {
-  return (... && (pointers != nullptr));
-}
-
-bool holds(const qinfer_int8_rows& rows, int64_t size) {
-  return given(rows.groups) && rows.columns >= size &&
-         rows.columns % QINFER_ACTIVATION_GROUP == 0;
+bool holds(const qinfer_int8_rows* rows, int64_t size) {
+  return given(rows) && given_at(rows->groups, kAlignment) && rows->columns >= size &&
+         rows->columns % QINFER_ACTIVATION_GROUP == 0;
 }
 
 // The outputs of an op that writes rows of `size` as float32, quantized, or both.
-bool written(const float* out, const qinfer_int8_rows* int8_rows, int64_t size) {
-  return size > 0 && (out != nullptr || int8_rows != nullptr) &&
-         (int8_rows == nullptr || holds(*int8_rows, size));
+bool written(const float* out, const qinfer_int8_rows* int8_rows, const int32_t* permutation,
+             int64_t size) {
+  return size > 0 && (out != nullptr || int8_rows != nullptr) && optional(out, permutation) &&
+         (int8_rows == nullptr || holds(int8_rows, size));
 }
 
 bool valid(const qinfer_embed& op) {
-  return given(op.table, op.token_ids, op.out, op.num_tokens) && op.hidden > 0 &&
-         (op.dtype == QINFER_FLOAT32 || op.dtype == QINFER_BFLOAT16);
+  return (op.dtype == QINFER_FLOAT32 || op.dtype == QINFER_BFLOAT16) &&
+         given_at(op.table, element_bytes(op.dtype)) &&
+         given(op.token_ids, op.out, op.num_tokens) && op.hidden > 0 &&
+         (op.tiled == 0 || op.tiled == 1);
 }
 
 bool valid(const qinfer_norm& op) {
-  return given(op.x, op.weight, op.num_tokens) && written(op.out, op.int8_rows, op.size);
+  return given(op.x, op.weight, op.num_tokens) && optional(op.bad_layers) &&
+         written(op.out, op.int8_rows, op.permutation, op.size);
 }
 
 bool valid(const qinfer_silu_mul& op) {
-  return given(op.x, op.num_tokens) && written(op.out, op.int8_rows, op.size);
+  return given(op.x, op.num_tokens) && written(op.out, op.int8_rows, op.permutation, op.size);
 }
 
 bool valid(const qinfer_quantize& op) {
-  return given(op.x, op.num_tokens) && written(nullptr, op.int8_rows, op.size);
+  return given(op.x, op.num_tokens) && written(nullptr, op.int8_rows, op.permutation, op.size);
 }
 
 bool valid(const qinfer_gather& op) {
@@ -108,8 +130,8 @@ bool valid(const qinfer_argmax& op) {
 }
 
 bool valid(const qinfer_tiled_weight& w) {
-  const bool sized = given(w.data) && w.out_features > 0 && w.in_features > 0 &&
-                     w.in_features % QINFER_ACTIVATION_GROUP == 0;
+  const bool sized = given_at(w.data, kAlignment) && w.out_features > 0 && w.in_features > 0 &&
+                     w.in_features % QINFER_ACTIVATION_GROUP == 0 && optional(w.scales, w.zeros);
   if (w.kind == QINFER_WBF16 || w.kind == QINFER_WFP32) return sized;
   return sized && (w.kind == QINFER_W4 || w.kind == QINFER_W8) && given(w.scales) &&
          w.group_size > 0 && w.group_size % QINFER_ACTIVATION_GROUP == 0;
@@ -117,16 +139,42 @@ bool valid(const qinfer_tiled_weight& w) {
 
 bool valid(const qinfer_linear& op) {
   if (!valid(op.weight) || !given(op.out, op.num_tokens) ||
-      op.out_stride < op.weight.out_features || given(op.int8_rows) == given(op.float_rows)) {
+      op.out_stride < op.weight.out_features || !optional(op.permutation, op.bias, op.residual) ||
+      (op.int8_rows != nullptr) == (op.float_rows != nullptr)) {
     return false;
   }
   if (op.int8_rows != nullptr) {
-    return given(op.int8_rows->groups, op.weight.scales) &&
+    return holds(op.int8_rows, op.weight.in_features) &&
            (op.weight.kind == QINFER_W4 || op.weight.kind == QINFER_W8) &&
            op.int8_rows->columns == op.weight.in_features;
   }
-  return op.float_columns > 0 && op.float_columns <= op.weight.in_features &&
+  return given(op.float_rows) && op.float_columns > 0 && op.float_columns <= op.weight.in_features &&
          op.float_stride >= op.float_columns;
+}
+
+bool valid(const qinfer_pages& pages) {
+  const bool coded = pages.kind == QINFER_KV_FP8_E4M3 || pages.kind == QINFER_KV_INT8;
+  const bool half = pages.kind == QINFER_KV_FP16 || pages.kind == QINFER_KV_BF16;
+  if (!coded && !half && pages.kind != QINFER_KV_FP32) return false;
+  const int64_t bytes = coded ? 1 : half ? 2 : 4;
+  return given_at(pages.k, bytes) && given_at(pages.v, bytes) && pages.block_size > 0 &&
+         (!coded || given(pages.k_scales, pages.v_scales)) && pages.num_kv_heads > 0 &&
+         pages.num_kv_heads <= QINFER_MAX_HEADS && pages.head_dim > 0 &&
+         pages.head_dim % 2 == 0 && pages.head_dim <= QINFER_MAX_HEAD_DIM;
+}
+
+bool valid(const qinfer_rope_store& op) {
+  return valid(op.pages) && optional(op.q_norm, op.k_norm) &&
+         given(op.qkv, op.cos, op.sin, op.positions, op.slots, op.num_tokens) &&
+         op.num_heads > 0 && op.num_heads <= QINFER_MAX_HEADS;
+}
+
+bool valid(const qinfer_attention& op) {
+  return valid(op.pages) && op.sliding_window >= 0 &&
+         given(op.qkv, op.scratch, op.block_tables, op.seq_lens, op.query_starts) &&
+         given(op.out, op.num_sequences, op.table_width) && op.num_heads > 0 &&
+         op.num_heads <= QINFER_MAX_HEADS && op.num_heads % op.pages.num_kv_heads == 0 &&
+         written(op.out, op.int8_rows, op.permutation, int64_t{op.num_heads} * op.pages.head_dim);
 }
 
 bool valid(const qinfer_faults& op) {
@@ -160,6 +208,9 @@ bool valid_op(const qinfer_op& op) {
   if (op.args == nullptr) return false;
   switch (op.kind) {
     case QINFER_OP_LINEAR: return valid_as<qinfer_linear>(op);
+    case QINFER_OP_ROPE_STORE: return valid_as<qinfer_rope_store>(op);
+    case QINFER_OP_ATTENTION:
+    case QINFER_OP_MERGE: return valid_as<qinfer_attention>(op);
     case QINFER_OP_EMBED: return valid_as<qinfer_embed>(op);
     case QINFER_OP_NORM: return valid_as<qinfer_norm>(op);
     case QINFER_OP_SILU_MUL: return valid_as<qinfer_silu_mul>(op);
@@ -192,13 +243,14 @@ int32_t qinfer_use_isa(const char* name) {
 
 int32_t qinfer_dequantize(const qinfer_weight* weight, int64_t row_begin, int64_t row_end,
                           int32_t dtype, void* out, int32_t threads) {
-  if (weight == nullptr || out == nullptr || !qinfer::valid(*weight) || row_begin < 0 ||
+  if (!qinfer::given(weight) || !qinfer::valid(*weight) || row_begin < 0 ||
       row_end < row_begin || row_end > weight->out_features ||
-      (dtype != QINFER_FLOAT32 && dtype != QINFER_BFLOAT16)) {
+      (dtype != QINFER_FLOAT32 && dtype != QINFER_BFLOAT16) ||
+      !qinfer::given_at(out, qinfer::element_bytes(dtype))) {
     return QINFER_BAD_ARGUMENT;
   }
   const int64_t rows = row_end - row_begin;
-  const int64_t row_bytes = weight->in_features * (dtype == QINFER_BFLOAT16 ? 2 : 4);
+  const int64_t row_bytes = weight->in_features * qinfer::element_bytes(dtype);
   const int64_t worth = rows * weight->in_features / qinfer::kMinWeightsPerThread;
   const int64_t parts = std::max<int64_t>(1, std::min({int64_t{threads}, worth, rows}));
   qinfer::split_rows(rows, parts, [&](int64_t begin, int64_t end) {

@@ -1,7 +1,6 @@
 // Repacks weights into the tiles of linear.h, once, when a model is loaded.
 #include <algorithm>
 #include <cstring>
-#include <vector>
 
 #include "linear.h"
 
@@ -10,9 +9,9 @@ namespace {
 
 constexpr int64_t kTileRows = 16;
 
-int64_t padded(int64_t columns) {
-  return (columns + QINFER_ACTIVATION_GROUP - 1) / QINFER_ACTIVATION_GROUP *
-         QINFER_ACTIVATION_GROUP;
+// Whether a pointer is a multiple of `bytes`.
+bool at(const void* pointer, int64_t bytes) {
+  return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
 }
 
 uint32_t quad(const int8_t* codes) {
@@ -30,45 +29,69 @@ uint32_t pack4(const int8_t* codes) {
 
 uint32_t pack8(const int8_t* codes) { return quad(codes) ^ 0x80808080u; }
 
-void copy_row(const int8_t* row, int64_t columns, const int32_t* permutation, int8_t* out) {
-  if (permutation == nullptr) {
-    std::memcpy(out, row, columns);
-    return;
-  }
-  for (int64_t k = 0; k < columns; ++k) out[k] = row[permutation[k]];
-}
+// Blocks of 32 columns of 16 rows, zeros where the weight has none: rows often lie a power of two
+// apart, so that columns of 16 of them would drive each other out of the cache.
+constexpr int64_t kColumns = QINFER_ACTIVATION_GROUP;
 
-// One tile of `width` columns from 16 rows that lie `width` apart.
-void tile_rows(const int8_t* rows, int64_t width, int32_t bits, uint32_t* out) {
-  const int64_t columns = bits == 4 ? 8 : 4;  // per 64 bytes of a tile
-  for (int64_t k = 0; k < width; k += columns) {
-    for (int64_t row = 0; row < kTileRows; ++row) {
-      const int8_t* codes = rows + row * width + k;
-      *out++ = bits == 4 ? pack4(codes) : pack8(codes);
-    }
-  }
-}
-
-// Blocks of 32 columns: rows often lie a power of two apart, so that columns of 16 of them would
-// drive each other out of the cache.
 template <typename Element>
-void tile_dense(const Element* weight, int64_t out_features, int64_t in_features, Element* tiles) {
-  constexpr int64_t kColumns = QINFER_ACTIVATION_GROUP;
-  for (int64_t first = 0; first < out_features; first += kTileRows) {
-    const int64_t rows = std::min(kTileRows, out_features - first);
-    for (int64_t begin = 0; begin < in_features; begin += kColumns, tiles += kTileRows * kColumns) {
-      const int64_t columns = std::min(kColumns, in_features - begin);
-      Element block[kTileRows][kColumns];
-      if (rows < kTileRows || columns < kColumns) std::memset(block, 0, sizeof block);
-      for (int64_t row = 0; row < rows; ++row) {
-        std::memcpy(block[row], weight + (first + row) * in_features + begin,
-                    columns * sizeof(Element));
+struct Block {
+  Element rows[kTileRows][kColumns];
+
+  // Column k of the tiles is column permutation[k] of the weight.
+  void read(const Element* weight, int64_t num_rows, int64_t in_features, int64_t begin,
+            const int32_t* permutation) {
+    const int64_t columns = std::min(kColumns, in_features - begin);
+    if (num_rows < kTileRows || columns < kColumns) std::memset(rows, 0, sizeof rows);
+    for (int64_t row = 0; row < num_rows; ++row, weight += in_features) {
+      if (permutation == nullptr) {
+        std::memcpy(rows[row], weight + begin, columns * sizeof(Element));
+        continue;
       }
-      for (int64_t k = 0; k < kColumns; ++k) {
-        for (int64_t row = 0; row < kTileRows; ++row) tiles[k * kTileRows + row] = block[row][k];
-      }
+      for (int64_t k = 0; k < columns; ++k) rows[row][k] = weight[permutation[begin + k]];
     }
   }
+};
+
+// Calls write(block, tiles) for all blocks in the order of the tiles, in which one takes
+// `block_bytes`.
+template <typename Element, typename Write>
+void for_blocks(const Element* weight, int64_t out_features, int64_t in_features,
+                const int32_t* permutation, int64_t block_bytes, void* tiles, const Write& write) {
+  char* to = static_cast<char*>(tiles);
+  for (int64_t first = 0; first < out_features; first += kTileRows) {
+    const int64_t num_rows = std::min(kTileRows, out_features - first);
+    for (int64_t begin = 0; begin < in_features; begin += kColumns, to += block_bytes) {
+      Block<Element> block;
+      block.read(weight + first * in_features, num_rows, in_features, begin, permutation);
+      write(block, to);
+    }
+  }
+}
+
+void tile_codes(const int8_t* codes, int64_t out_features, int64_t in_features,
+                const int32_t* permutation, int32_t bits, void* tiles) {
+  const int64_t columns = bits == 4 ? 8 : 4;  // per 64 bytes of a tile
+  for_blocks(codes, out_features, in_features, permutation, kTileRows * kColumns * bits / 8, tiles,
+             [&](const Block<int8_t>& block, void* to) {
+               uint32_t* words = static_cast<uint32_t*>(to);
+               for (int64_t k = 0; k < kColumns; k += columns) {
+                 for (const auto& row : block.rows) {
+                   *words++ = bits == 4 ? pack4(row + k) : pack8(row + k);
+                 }
+               }
+             });
+}
+
+template <typename Element>
+void tile_dense(const void* weight, int64_t out_features, int64_t in_features, void* tiles) {
+  for_blocks(static_cast<const Element*>(weight), out_features, in_features, nullptr,
+             kTileRows * kColumns * int64_t{sizeof(Element)}, tiles,
+             [](const Block<Element>& block, void* to) {
+               Element* elements = static_cast<Element*>(to);
+               for (int64_t k = 0; k < kColumns; ++k) {
+                 for (const auto& row : block.rows) *elements++ = row[k];
+               }
+             });
 }
 
 }  // namespace
@@ -77,40 +100,22 @@ void tile_dense(const Element* weight, int64_t out_features, int64_t in_features
 extern "C" int32_t qinfer_tile_codes(const int8_t* codes, int64_t out_features,
                                      int64_t in_features, const int32_t* permutation, int32_t bits,
                                      void* tiles) {
-  using namespace qinfer;
-  if (codes == nullptr || tiles == nullptr || out_features < 0 || in_features < 0 ||
-      (bits != 4 && bits != 8)) {
+  if (codes == nullptr || !qinfer::at(tiles, alignof(uint32_t)) || !qinfer::at(permutation, alignof(int32_t)) ||
+      tiles == nullptr || out_features < 0 || in_features < 0 || (bits != 4 && bits != 8)) {
     return QINFER_BAD_ARGUMENT;
   }
-  const int64_t width = padded(in_features);
-  std::vector<int8_t> rows(kTileRows * width);
-  uint32_t* out = static_cast<uint32_t*>(tiles);
-  for (int64_t first = 0; first < out_features; first += kTileRows) {
-    const int64_t count = std::min(kTileRows, out_features - first);
-    if (count < kTileRows) std::fill(rows.begin(), rows.end(), int8_t{0});
-    for (int64_t row = 0; row < count; ++row) {
-      copy_row(codes + (first + row) * in_features, in_features, permutation,
-               rows.data() + row * width);
-    }
-    tile_rows(rows.data(), width, bits, out);
-    out += kTileRows * width * bits / 32;
-  }
+  qinfer::tile_codes(codes, out_features, in_features, permutation, bits, tiles);
   return QINFER_OK;
 }
 
 extern "C" int32_t qinfer_tile_dense(const void* weight, int64_t out_features, int64_t in_features,
                                      int32_t kind, void* tiles) {
-  if (weight == nullptr || tiles == nullptr || out_features < 0 || in_features < 0) {
+  const int64_t bytes = kind == QINFER_WBF16 ? 2 : 4;
+  if (weight == nullptr || tiles == nullptr || !qinfer::at(weight, bytes) || !qinfer::at(tiles, bytes) ||
+      out_features < 0 || in_features < 0 || (kind != QINFER_WBF16 && kind != QINFER_WFP32)) {
     return QINFER_BAD_ARGUMENT;
   }
-  if (kind == QINFER_WBF16) {
-    qinfer::tile_dense(static_cast<const uint16_t*>(weight), out_features, in_features,
-                       static_cast<uint16_t*>(tiles));
-  } else if (kind == QINFER_WFP32) {
-    qinfer::tile_dense(static_cast<const float*>(weight), out_features, in_features,
-                       static_cast<float*>(tiles));
-  } else {
-    return QINFER_BAD_ARGUMENT;
-  }
+  const auto tile = kind == QINFER_WBF16 ? qinfer::tile_dense<uint16_t> : qinfer::tile_dense<float>;
+  tile(weight, out_features, in_features, tiles);
   return QINFER_OK;
 }

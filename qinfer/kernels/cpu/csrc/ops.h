@@ -9,12 +9,12 @@ extern "C" {
 
 // out[t] = table[token_ids[t]]; the table is bf16 or float32 (qinfer_dtype). Ids are not checked.
 typedef struct qinfer_embed {
-  const void* table;          // [vocab, hidden]
+  const void* table;          // [vocab, hidden], or this in the tiles of linear.h
   const int64_t* token_ids;   // [tokens]
   float* out;                 // [tokens, hidden]
   int64_t hidden;
   int32_t dtype;
-  int32_t reserved;
+  int32_t tiled;              // 1: the table lies in tiles; else 0
   const int64_t* num_tokens;
 } qinfer_embed;
 

@@ -14,7 +14,7 @@ namespace qinfer {
 namespace QINFER_ISA {
 namespace {
 
-constexpr int64_t kMaxHeadDim = 512;  // the longest head; checked by paged.py
+constexpr int64_t kMaxHeadDim = QINFER_MAX_HEAD_DIM;
 constexpr float kInt8Max = 127.0f;
 constexpr float kFp8Max = 448.0f;
 constexpr uint16_t kBf16Nan = 0x7fc0;

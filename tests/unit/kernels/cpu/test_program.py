@@ -227,6 +227,7 @@ def test_every_field_that_must_be_there_is_checked(kind: OpKind) -> None:
     assert call(kind, args) == OK
     names = [field[0] for field in args._fields_]
     optional = {"eps", "reserved", "permutation", "dtype", "bad_layers", "layer", "num_layers"}
+    optional.add("tiled")
     if kind in {OpKind.NORM, OpKind.SILU_MUL}:
         optional.add("out")  # the quantized rows are there
     for name in names:
