@@ -22,6 +22,8 @@ from qinfer.kvcache.inputs import ModelOutput
 
 # Known tokens that drafting starts with: the newest, and the one before if a draft was all right.
 _MAX_START = 2
+# Tokens to catch up with, per token that a request may still get, beyond which that cannot pay.
+_MAX_CATCH_UP = 4
 
 
 @dataclass(slots=True)
@@ -80,6 +82,8 @@ class ModelDrafter:
             if sequence is None:
                 continue
             missing = max(sequence.num_tokens - sequence.num_computed - _MAX_START, 0)
+            if missing > _MAX_CATCH_UP * (request.max_length - request.num_tokens):
+                continue
             num_new = min(missing, room)
             if num_new:
                 room -= num_new

@@ -152,6 +152,14 @@ def test_sequences_beyond_the_drafters_positions_are_left_alone() -> None:
     assert sum(runner.num_tokens) < 60
 
 
+def test_a_long_prompt_is_not_followed_for_a_short_answer() -> None:
+    short = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    drafter, runner = make_drafter()
+    core, result = drafted(drafter, {"a": (prompt_of(0, 60), short)})
+    assert result[("a", 0)] == plain(prompt_of(0, 60), short)
+    assert core.stats().draft_tokens == sum(runner.num_tokens) == 0
+
+
 def test_rows_that_break_down_end_a_draft_and_nothing_else() -> None:
     """G06: what the draft model does wrong is its own affair."""
     prompt = prompt_of(0, 9)
