@@ -31,6 +31,7 @@ OWN_OPTIONS = {
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "max_num_mixed_tokens",
     "max_queue",
     "batching",
     "memory_fraction",
