@@ -66,6 +66,8 @@ def main() -> None:
             "model": Path(model).name,
             "dtype": first.config.dtype,
             "weights": (first.checkpoint.config.get("quantization_config") or {}).get("bits"),
+            "temperatures": options.temperatures,
+            "streams": options.streams,
             "num_speculative_tokens": options.tokens,
             "max_tokens": options.max_tokens,
             "rounds": options.rounds,
@@ -122,12 +124,12 @@ def _speed(outputs: list[RequestOutput], seconds: float) -> float:
 
 
 def _write(file: Path | None, run: dict[str, Any], environment: dict[str, Any]) -> None:
-    """Add a run to a file; an earlier one of the same model is replaced."""
+    """Add a run to a file; an earlier one of the same model and workloads is replaced."""
     if file is None:
         return
     data = json.loads(file.read_text()) if file.exists() else {"kind": "speculation", "runs": []}
-    key = (run["model"], run["weights"])
-    kept = [old for old in data["runs"] if (old["model"], old["weights"]) != key]
+    names = ("model", "weights", "temperatures", "streams")
+    kept = [old for old in data["runs"] if any(old[name] != run[name] for name in names)]
     data |= {"environment": environment, "method": __doc__, "runs": [*kept, run]}
     write_atomic(file, dump_json(data))
 
