@@ -26,19 +26,27 @@ def build(batch: Batch, block_size: int, device: str = "cpu") -> ModelInputs:
         start, end = request.num_computed, request.num_computed + num_new
         shift = len(tokens) - start  # from a position of the sequence to a token of the step
         table = request.block_ids[: -(-end // block_size)]
+        if num_new == 1:  # most often; a list of one takes longer to make than to fill
+            slots.append(table[-1] * block_size + start % block_size)
+        else:
+            places = range(start, end)
+            slots += [table[p // block_size] * block_size + p % block_size for p in places]
         rows += [position + shift for position in request.wanted_rows(num_new)]
         tokens += request.upcoming(num_new)
         positions += range(start, end)
-        slots += [table[p // block_size] * block_size + p % block_size for p in range(start, end)]
         lengths.append(end)
         starts.append(len(tokens))
         tables.append(table)
     width = max(map(len, tables))
-    blocks = [block for table in tables for block in (*table, *[0] * (width - len(table)))]
+    blocks: list[int] = []
+    for table in tables:
+        blocks += table
+        blocks += [0] * (width - len(table))
     # One array for all: a step of one token should not pay for making seven.
     lists = (tokens, positions, slots, blocks, lengths, starts, rows)
-    joined = np.array([number for numbers in lists for number in numbers], dtype=np.int64)
-    parts = torch.from_numpy(joined).to(device).split([len(numbers) for numbers in lists])
+    joined = [*tokens, *positions, *slots, *blocks, *lengths, *starts, *rows]
+    numbers = torch.from_numpy(np.array(joined, dtype=np.int64))
+    parts = numbers.to(device).split([len(part) for part in lists])
     return ModelInputs(
         token_ids=parts[0],
         positions=parts[1],

@@ -118,7 +118,7 @@ class Request:
         before that all of its prompt from `prompt_next` on.
         """
         end = self.num_computed + num_new
-        first = self.num_tokens - 1 if self.score_next is None else self.score_next
+        first = len(self.tokens) - 1 if self.score_next is None else self.score_next
         if self.prompt_next is not None:
             first = min(first, self.prompt_next)
         return range(max(self.num_computed, first), end)

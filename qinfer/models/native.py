@@ -5,17 +5,19 @@ What it computes is what `models.decoder` computes; the tests hold one against t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from qinfer.kernels.cpu import paged
+from qinfer.kernels.cpu import paged, tiled
+from qinfer.kernels.cpu.arena import huge_page_bytes
 from qinfer.kernels.cpu.faults import Notes, add_faults
 from qinfer.kernels.cpu.program import Norm, Program
 from qinfer.kernels.spec import AttnSpec
 from qinfer.kvcache.inputs import ModelInputs, ModelOutput
 from qinfer.kvcache.layout import KVLayout
 from qinfer.kvcache.pool import KVPool
+from qinfer.models.causal_lm import WeightBytes
 from qinfer.models.config import ModelConfig
 from qinfer.models.layers import KernelRow
 from qinfer.models.native_index import StepIndex
@@ -37,13 +39,15 @@ class NativeWeights:
     """All weights of a model.
 
     Args:
-        embedding: float32 or bfloat16 `[vocab, hidden]`.
+        dtype: of the dense ones.
+        embedding: float32 or bfloat16 `[vocab, hidden]`; None = the tied head's tiles.
         layers: in order.
         norm: float32 `[hidden]`, the final norm.
         head: hidden to vocab.
     """
 
-    embedding: torch.Tensor
+    dtype: torch.dtype
+    embedding: torch.Tensor | None
     layers: Sequence[NativeLayer]
     norm: torch.Tensor
     head: NativeGroup
@@ -63,7 +67,7 @@ class NativeDecoder:
         self, config: ModelConfig, weights: NativeWeights, rotary: RotaryTable, *, threads: int
     ) -> None:
         self.config = config
-        self.dtype = weights.embedding.dtype
+        self.dtype = weights.dtype
         self.device = "cpu"
         self._weights = weights
         self._rotary = rotary
@@ -82,13 +86,23 @@ class NativeDecoder:
 
     @property
     def memory_bytes(self) -> int:
-        """Resident bytes of all weights: the embedding, and the head in its own form."""
+        """Resident bytes of all weights: the embedding, and the head where it has its own."""
         weights = self._weights
-        return (
-            weights.embedding.nbytes
-            + weights.norm.nbytes
-            + weights.head.resident_bytes
-            + sum(layer.resident_bytes for layer in weights.layers)
+        layers = sum(layer.resident_bytes for layer in weights.layers)
+        embedding = 0 if weights.embedding is None else weights.embedding.nbytes
+        return layers + weights.norm.nbytes + embedding + weights.head.resident_bytes
+
+    def weight_bytes(self) -> WeightBytes:
+        """Return where these bytes are."""
+        embedding, head = self._weights.embedding, self._weights.head
+        dense = 0 if embedding is None else embedding.nbytes
+        groups = [group for layer in self._weights.layers for group in layer.groups]
+        tiles = [linear.weight.data for group in [*groups, head] for linear in group.linears]
+        return WeightBytes(
+            layers=self.memory_bytes - dense - head.resident_bytes,
+            embedding=dense,
+            head=head.resident_bytes,
+            huge_pages=huge_page_bytes(tensor.data_ptr() for tensor in tiles),
         )
 
     def step_bytes(self, layout: KVLayout, max_tokens: int, max_rows: int) -> int | None:
@@ -109,7 +123,6 @@ class NativeDecoder:
         ]
         return rows + attention
 
-    @torch.inference_mode()
     def forward(self, inputs: ModelInputs, pool: KVPool) -> ModelOutput:
         """Run one step: write the tokens' K and V to `pool`, return the wanted logits.
 
@@ -140,7 +153,11 @@ class NativeDecoder:
         program = Program()
         recording = Recording(program, max_tokens, index.num_tokens)
         hidden = recording.floats("hidden", config.hidden_size)
-        program.embed(weights.embedding, index.token_ids, hidden, index.num_tokens)
+        if weights.embedding is not None:
+            program.embed(weights.embedding, index.token_ids, hidden, index.num_tokens)
+        else:
+            table = weights.head.linears[0].weight
+            tiled.add_embed(program, table, index.token_ids, hidden, index.num_tokens)
         for position, layer in enumerate(weights.layers):
             layer.record(recording, hidden, attention[layer.window], pool.layer(position))
         rows = Recording(program, max_rows, index.num_rows)
@@ -193,6 +210,7 @@ class RecordedStep:
         tokens: the part of the program that runs on all tokens.
         rows: the part that runs on the wanted rows; the same program.
         results: with room for the most rows.
+        views: the results of the last number of rows that was asked for.
     """
 
     pool: KVPool
@@ -200,6 +218,7 @@ class RecordedStep:
     tokens: Recording
     rows: Recording
     results: ModelOutput
+    views: dict[int, ModelOutput] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -212,9 +231,14 @@ class RecordedStep:
 
     def output(self, num_rows: int) -> ModelOutput:
         """Return the results of the last run."""
-        results = self.results
-        best = None if results.best is None else results.best[:num_rows]
-        return ModelOutput(results.logits[:num_rows], results.bad_layers[:num_rows], best)
+        view = self.views.get(num_rows)
+        if view is None:
+            results = self.results
+            best = None if results.best is None else results.best[:num_rows]
+            view = ModelOutput(results.logits[:num_rows], results.bad_layers[:num_rows], best)
+            self.views.clear()
+            self.views[num_rows] = view
+        return view
 
 
 def _bucket(count: int) -> int:
