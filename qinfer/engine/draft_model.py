@@ -77,7 +77,10 @@ class ModelDrafter:
         """Compute a step's worth of what is missing; return the requests of which nothing is."""
         names = {request.id for request in requests}
         ready, items, room = [], [], self._max_batch_tokens
+        behind: set[str] = set()  # prompts that a first sample is still computing
         for request in requests:
+            if request.parent in behind and request.id not in self._sequences:
+                continue  # later it finds the prompt in the cache
             sequence = self._follow(request, names)
             if sequence is None:
                 continue
@@ -85,6 +88,8 @@ class ModelDrafter:
             if missing > _MAX_CATCH_UP * (request.max_length - request.num_tokens):
                 continue
             num_new = min(missing, room)
+            if missing:
+                behind.add(request.parent)
             if num_new:
                 room -= num_new
                 items.append((sequence, num_new))
