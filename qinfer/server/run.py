@@ -9,6 +9,7 @@ What ends a server, and how:
                       without: it stays, answers 503, and `/health` says why
 """
 
+import gc
 import logging
 import os
 import socket
@@ -67,6 +68,10 @@ def serve(
     """
     config = uvicorn_config(app, settings.tls)
     server = _Server(config, app.state.lifecycle, settings, on_ready)
+    # What is loaded by now stays: a full collection that looks at all of it again would hold up
+    # every stream for a tenth of a second and more.
+    gc.collect()
+    gc.freeze()
     try:
         server.run(sockets=[sock])
     except OSError as error:
