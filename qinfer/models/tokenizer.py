@@ -23,6 +23,8 @@ _NO_TEMPLATE = (
 # What a template may raise while it renders: Jinja's own errors and those of its expressions.
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
 
+_LONG = 1000  # tokens that take about a millisecond to decode
+
 
 class Tokenizer:
     """Encodes and decodes text and renders chats for one model.
@@ -76,7 +78,9 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`, with BOS and the like where the tokenizer adds them."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # As a batch of one, since only these let other threads run meanwhile.
+        (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoded.ids
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
@@ -84,8 +88,12 @@ class Tokenizer:
 
         No spaces are "cleaned up", so text that streams out in parts equals text decoded at once.
         """
-        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        return text
+        ids = list(ids)
+        if len(ids) > _LONG:  # as with `encode`
+            (text,) = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+        else:
+            text = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return str(text)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that one token adds to the output; empty for an id without a token."""

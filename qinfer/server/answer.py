@@ -8,6 +8,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from qinfer.server.generation import Choice, Job, best, collect, run
+from qinfer.server.json_writing import dumps
 from qinfer.server.responses import Usage, total_usage
 from qinfer.server.service import Service
 from qinfer.server.streaming import EventStream, StreamWriter, encoded
@@ -47,20 +48,27 @@ async def answer_whole(service: Service, job: Job, writer: WholeWriter) -> Respo
     usage = total_usage(counts[start : start + n] for start in range(0, len(counts), n))
     shown = best(choices, job)
 
-    def write() -> str:
-        return writer.full(shown, usage).model_dump_json()
-
     # Log-probabilities may be megabytes, and their texts are looked up one by one.
-    many = any(choice.logprobs or choice.prompt_logprobs for choice in shown)
-    text = await service.in_thread(write) if many else write()
+    if any(choice.logprobs or choice.prompt_logprobs for choice in shown):
+        text = await service.in_thread(lambda: dumps(writer.full(shown, usage)))
+    else:
+        text = writer.full(shown, usage).model_dump_json()
     return Response(text, media_type="application/json")
 
 
-async def answer_streamed(service: Service, job: Job, writer: StreamWriter) -> Response:
+async def answer_streamed(
+    service: Service, job: Job, writer: StreamWriter, *, heavy: bool = False
+) -> Response:
     """Run a job and return its answer as a stream.
 
     A stream starts when its first event is there, so that a request which the engine refuses or
     fails at once still gets the right status.
+
+    Args:
+        service: the served model.
+        job: what is run.
+        writer: of the stream.
+        heavy: chunks may be so large that they are written off the event loop.
 
     Raises:
         QinferError: the engine refused the job, or failed at once.
@@ -71,4 +79,4 @@ async def answer_streamed(service: Service, job: Job, writer: StreamWriter) -> R
     except BaseException:
         await events.aclose()
         raise
-    return EventStream(encoded(first, events, writer), events)
+    return EventStream(encoded(first, events, writer, service.in_thread if heavy else None), events)

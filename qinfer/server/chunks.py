@@ -6,10 +6,12 @@ from typing import Final, Protocol
 
 from qinfer.engine.request import TokenEvent
 from qinfer.engine.request import Usage as TokenCounts
+from qinfer.server.json_writing import dumps
 from qinfer.server.responses import ChatChunk, CompletionResponse, Usage, total_usage
 from qinfer.server.streaming import sse, sse_error
 
 DONE: Final = b"data: [DONE]\n\n"
+_USAGE: Final = frozenset({"usage"})
 
 Chunk = ChatChunk | CompletionResponse
 
@@ -55,7 +57,7 @@ class ChunkStream:
         """Return the chunks that an event adds."""
         first = index not in self._so_far
         opening = self.writer.opening(index, event) if first else None
-        data = b"" if opening is None else self._encode(index, opening)
+        data = b"" if opening is None else self._encode(index, opening, large=True)
         self._so_far[index] = self._so_far.get(index, 0) + len(event.token_ids)
         if event.usage is not None:
             self._counts[index] = event.usage
@@ -75,13 +77,14 @@ class ChunkStream:
         """Return the error and the end."""
         return sse_error(error) + DONE
 
-    def _encode(self, index: int, chunk: Chunk) -> bytes:
-        if not self.include_usage:
-            return sse(chunk.model_dump_json(exclude={"usage"}))  # S06: absent unless asked for
+    def _encode(self, index: int, chunk: Chunk, *, large: bool = False) -> bytes:
+        hidden = frozenset() if self.include_usage else _USAGE  # S06: absent unless asked for
         if self.continuous:
             prompt = self.num_prompt_tokens[index // self.num_choices]
             made = self._so_far.get(index, 0)
             chunk.usage = Usage(
                 prompt_tokens=prompt, completion_tokens=made, total_tokens=prompt + made
             )
-        return sse(chunk.model_dump_json())
+        if large:
+            return sse(dumps(chunk, exclude=hidden))
+        return sse(chunk.model_dump_json(exclude=set(hidden)))

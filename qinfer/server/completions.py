@@ -56,7 +56,8 @@ async def complete(body: CompletionRequest, service: Service, record: RequestRec
         include_usage=body.include_usage,
         continuous=body.continuous_usage,
     )
-    return await answer_streamed(service, job, stream)
+    heavy = body.echo is True and body.logprobs is not None
+    return await answer_streamed(service, job, stream, heavy=heavy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,8 @@ from qinfer.server.tool_calls import FAMILIES, Family, family_of
 
 DEFAULT_MAX_BODY_BYTES = 4 * 1024**2
 AUTO_PARSER = "auto"
+_CHARS_PER_TOKEN = 6  # more than most texts have
+_PIECE = 16 * 1024  # characters
 
 Params = SamplingParams | BeamParams
 Result = TypeVar("Result")
@@ -61,9 +63,9 @@ class Service:
     tokenizer: Tokenizer
     settings: ServerSettings
     started: int = field(default_factory=lambda: int(time.time()))
-    # One thread: a huge prompt delays other prompts' encoding, but never the event loop.
+    # Two threads: a huge prompt does not delay the others' encoding, nor ever the event loop.
     _encoder: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="encode")
+        default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="encode")
     )
 
     @property
@@ -122,7 +124,7 @@ class Service:
         """Return the token ids of prompts; those that are ids stay as they are.
 
         Raises:
-            ContextLengthError: ids are more than any request may use.
+            ContextLengthError: one has many more than any request may use.
         """
         return await self.in_thread(
             lambda: [self._prompt_ids(prompt, add_special_tokens) for prompt in prompts]
@@ -176,11 +178,15 @@ class Service:
         Raises:
             RequestError: see `encode_chat`.
         """
-        return await self.in_thread(
-            lambda: self.tokenizer.apply_chat_template(
+
+        def encode() -> TokenIds:
+            text = self.tokenizer.render_chat(
                 messages, add_generation_prompt=add_generation_prompt, **fields
             )
-        )
+            # The template writes its own BOS.
+            return self._encode(text, add_special_tokens=False, field="messages")
+
+        return await self.in_thread(encode)
 
     async def in_thread(self, work: Callable[[], Result]) -> Result:
         """Do something that takes long, off the event loop."""
@@ -192,7 +198,7 @@ class Service:
 
     def _prompt_ids(self, prompt: str | TokenIds, add_special_tokens: bool) -> TokenIds:  # noqa: FBT001 - forwards a keyword
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            return self._encode(prompt, add_special_tokens=add_special_tokens)
         if len(prompt) > self.settings.max_model_len:  # before each of them is looked at
             raise ContextLengthError(
                 f"the prompt has {len(prompt)} tokens, but the context holds "
@@ -200,6 +206,30 @@ class Service:
                 field="prompt",
             )
         return prompt
+
+    def _encode(self, text: str, *, add_special_tokens: bool, field: str = "prompt") -> TokenIds:
+        """Return the ids of a text, unless it is certain to be too long.
+
+        A text several times the context's size is encoded piece by piece first, so that refusing
+        it costs what the context is worth, and not what a body may hold. Where the pieces are cut
+        there may be a few tokens more than in the whole, hence the margin.
+
+        Raises:
+            ContextLengthError: see above.
+        """
+        limit = self.settings.max_model_len
+        if len(text) > _CHARS_PER_TOKEN * limit:
+            count = 0
+            for start in range(0, len(text), _PIECE):
+                piece = text[start : start + _PIECE]
+                count += len(self.tokenizer.encode(piece, add_special_tokens=False))
+                if count > limit + limit // 8 + 64:
+                    raise ContextLengthError(
+                        f"the first {start + len(piece)} of {len(text)} characters have {count} "
+                        f"tokens already, but the context holds {limit}; shorten the prompt",
+                        field=field,
+                    )
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _text(self, ids: TokenIds, *, skip_special_tokens: bool) -> str:
         """Return the text of ids, each of which must be one of the vocabulary."""

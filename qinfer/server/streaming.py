@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Protocol
 
@@ -15,6 +15,8 @@ from qinfer.server.errors import body_of
 from qinfer.server.generation import Batch, Batches
 
 logger = logging.getLogger(__name__)
+
+InThread = Callable[[Callable[[], bytes]], Awaitable[bytes]]
 
 
 class StreamWriter(Protocol):
@@ -54,18 +56,28 @@ class EventStream(StreamingResponse):
 
 
 async def encoded(
-    first: Batch, events: Batches, writer: StreamWriter
+    first: Batch,
+    events: Batches,
+    writer: StreamWriter,
+    in_thread: InThread | None = None,
 ) -> AsyncGenerator[bytes, None]:
     """Yield the bytes of an answer whose first events have already come.
 
     An error in mid-stream is told in the stream; the status is long sent. What comes at once is
     sent at once, so that a busy server has less to do per token.
+
+    Args:
+        first: the first events.
+        events: all others.
+        writer: turns them into bytes.
+        in_thread: how that is done off the event loop; None = it is a matter of microseconds.
     """
     try:
         async with aclosing(events):
-            yield writer.begin() + b"".join(_all(first, writer))
+            begun = writer.begin()
+            yield begun + (await _written(first, writer, in_thread))
             async for batch in events:
-                data = b"".join(_all(batch, writer))
+                data = await _written(batch, writer, in_thread)
                 if data:
                     yield data
         yield writer.end()
@@ -86,5 +98,12 @@ def sse_error(error: Exception) -> bytes:
     return sse(json.dumps(body_of(error)))
 
 
-def _all(batch: Batch, writer: StreamWriter) -> Iterator[bytes]:
-    return (writer.event(index, event) for index, event in batch)
+async def _written(
+    batch: Batch,
+    writer: StreamWriter,
+    in_thread: InThread | None,
+) -> bytes:
+    def write() -> bytes:
+        return b"".join(writer.event(index, event) for index, event in batch)
+
+    return write() if in_thread is None else await in_thread(write)

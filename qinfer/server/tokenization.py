@@ -5,6 +5,7 @@ from fastapi.responses import Response
 from qinfer.errors import RequestError
 from qinfer.server.bodies.base import TokenIds
 from qinfer.server.bodies.tokens import DetokenizeRequest, TokenizeRequest
+from qinfer.server.json_writing import dumps
 from qinfer.server.observer import RequestRecord
 from qinfer.server.responses import DetokenizeResponse, TokenizeResponse
 from qinfer.server.service import Service
@@ -20,13 +21,13 @@ async def tokenize(body: TokenizeRequest, service: Service, _record: RequestReco
     tokens = await _encode(body, service)
 
     def write() -> str:
-        answer = TokenizeResponse(
+        answer = TokenizeResponse.model_construct(  # a million integers need no second look
             count=len(tokens),
             max_model_len=service.settings.max_model_len,
             tokens=tokens,
             token_strs=_texts(service, tokens) if body.return_token_strs else None,
         )
-        return answer.model_dump_json()
+        return dumps(answer)
 
     return Response(await service.in_thread(write), media_type="application/json")
 
@@ -47,8 +48,11 @@ async def detokenize(body: DetokenizeRequest, service: Service, _record: Request
 async def _encode(body: TokenizeRequest, service: Service) -> TokenIds:
     if body.prompt is not None:
         special = True if body.add_special_tokens is None else body.add_special_tokens
-        (tokens,) = await service.encode([body.prompt], add_special_tokens=special)
-        return tokens
+        text = body.prompt
+        # Whatever its length: the count may be what is asked for.
+        return await service.in_thread(
+            lambda: service.tokenizer.encode(text, add_special_tokens=special)
+        )
     if body.add_special_tokens:
         raise RequestError(
             "add_special_tokens is for prompt: a chat template writes its special tokens itself",

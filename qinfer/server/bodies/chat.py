@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from qinfer.engine.beams import BeamParams
 from qinfer.engine.params import SamplingParams
@@ -12,7 +12,8 @@ from qinfer.server.bodies.generation import GenerationRequest, check_max_tokens
 from qinfer.server.bodies.tools import MAX_TOOL_CALLS, MAX_TOOLS, Tool, ToolCall, ToolChoice
 
 MAX_MESSAGES = 4096
-MAX_PARTS = 1024
+MAX_PARTS = 1024  # of one message
+MAX_ALL_PARTS = 8192
 MAX_TEMPLATE_FIELDS = 16
 # Names that mean something to the renderer itself, not to the template.
 RESERVED_TEMPLATE_FIELDS = frozenset(
@@ -77,7 +78,25 @@ class Message(Wire):
         return message
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+def check_parts(value: Any) -> Any:
+    """Refuse too many parts of messages before each is looked at.
+
+    Raises:
+        ValueError: pydantic turns this into an error that names the field.
+    """
+    messages = value if isinstance(value, list) else []
+    contents = [item.get("content") for item in messages if isinstance(item, dict)]
+    total = sum(len(content) for content in contents if isinstance(content, list))
+    if total > MAX_ALL_PARTS:
+        raise ValueError(f"{total} parts in all; at most {MAX_ALL_PARTS} are allowed")
+    return value
+
+
+Messages = Annotated[
+    list[Message],
+    BeforeValidator(check_parts),
+    Field(min_length=1, max_length=MAX_MESSAGES),
+]
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
 TemplateFields = Annotated[
     dict[Name, bool | int | float | Text | None], Field(max_length=MAX_TEMPLATE_FIELDS)

@@ -2,11 +2,11 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from qinfer.engine.params import SamplingParams, StructuredOutput
 from qinfer.server.bodies.base import JsonObject, Name, Text, Unused, Wire
-from qinfer.server.bodies.chat import MAX_MESSAGES, MAX_PARTS
+from qinfer.server.bodies.chat import MAX_MESSAGES, MAX_PARTS, check_parts
 from qinfer.server.bodies.generation import check_max_tokens
 from qinfer.server.bodies.structured import (
     JsonSchema,
@@ -91,7 +91,14 @@ class ResponsesRequest(Wire):
     }
 
     model: Name | None = None
-    input: Text | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    input: (
+        Text
+        | Annotated[
+            list[InputMessage],
+            BeforeValidator(check_parts),
+            Field(min_length=1, max_length=MAX_MESSAGES),
+        ]
+    )
     instructions: Text | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None

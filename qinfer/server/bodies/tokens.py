@@ -9,6 +9,8 @@ from qinfer.server.bodies.base import Name, Text, TokenIds, Unused, Wire
 from qinfer.server.bodies.chat import Conversation, Messages
 from qinfer.server.bodies.completions import are_ids
 
+MAX_TOKENS = 262_144  # more than most contexts hold
+
 
 class TokenizeRequest(Conversation):
     """Text, or a conversation, whose token ids are wanted."""
@@ -32,8 +34,10 @@ def parse_tokens(value: Any) -> TokenIds:
     """Return token ids, of which there may be very many.
 
     Raises:
-        ValueError: it is no list of integers from 0 on.
+        ValueError: it is no list of integers from 0 on, or too long.
     """
+    if isinstance(value, list) and len(value) > MAX_TOKENS:
+        raise ValueError(f"{len(value)} tokens; at most {MAX_TOKENS} are allowed")
     if not isinstance(value, list) or (value and not are_ids(value)):
         raise ValueError("a list of token ids is needed")
     if value and min(value) < 0:

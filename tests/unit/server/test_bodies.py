@@ -13,6 +13,9 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 
 
+PART = {"type": "text", "text": "x"}
+
+
 def tool(name="f", **function):
     return {"type": "function", "function": {"name": name, **function}}
 
@@ -144,6 +147,7 @@ def test_e08_nan_in_json(call):
     [
         ({"messages": "hi"}, "messages"),
         ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [PART] * 1000}] * 9}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),

@@ -62,6 +62,24 @@ def test_template_fields_reach_the_template(call, engine, make_tokenizer):
     assert engine.seen[0][0] == [*b"calm"]
 
 
+def test_s04_long_texts_are_refused_before_all_is_encoded(client, tokenizer):
+    seen = []
+
+    class CountingTokenizer:
+        def encode(self, text, **options):
+            seen.append(len(text))
+            return tokenizer.encode(text, **options)
+
+    async def go():
+        async with client(tokenizer=CountingTokenizer()) as http:
+            response = await http.post(COMPLETIONS, json={"prompt": "a" * 3_000_000})
+            assert response.status_code == 400
+            assert response.json()["error"]["code"] == "context_length_exceeded"
+
+    asyncio.run(go())
+    assert sum(seen) < 100_000
+
+
 def test_s04_health_answers_while_a_prompt_is_encoded(client, tokenizer):
     """The tokenizer here waits until /health has answered, so a blocked loop would time out."""
     answered = threading.Event()
