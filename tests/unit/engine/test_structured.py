@@ -1,9 +1,11 @@
 """Structured output on random logits: whatever the model wants, the text fits."""
 
+import itertools
 import json
 import random
 import re
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from qinfer.engine import structured
 from qinfer.engine.params import SamplingParams, StructuredOutput
 from qinfer.engine.request import Request
 from qinfer.engine.sampler import Sampler
+from qinfer.engine.speculation import Speculator
 from qinfer.engine.structured import GrammarCompiler
 from qinfer.errors import RequestError
 from qinfer.kvcache.inputs import ModelOutput
@@ -316,6 +319,49 @@ def test_every_sample_of_a_batch_follows_its_own_grammar(temperature: float) -> 
         assert tokens[-1] == FAKE_EOS
         text = bytes(token + 32 for token in tokens[:-1]).decode()
         assert re.fullmatch(regexes[int(request_id)], text)
+
+
+class HalfRight:
+    """Drafts what will come, every other draft with a wrong token in it."""
+
+    def __init__(self, truth: list[int]) -> None:
+        self.truth = truth
+        self.count = 0
+
+    def prepare(self, requests: Sequence[Request]) -> Sequence[Request]:
+        return requests
+
+    def propose(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[list[int]]:
+        self.count += 1
+        (request,), (length,) = requests, lengths
+        draft = self.truth[request.num_output :][:length]
+        return [draft[:1] + [5] * (len(draft) - 1) if self.count % 2 else draft]
+
+    def forget(self, request_id: str) -> None:
+        del request_id
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_change_nothing(temperature: float) -> None:
+    """E04: grammar, history and bans follow the tokens that were accepted, not those on trial."""
+    params = SamplingParams(
+        temperature=temperature,
+        seed=4,
+        max_tokens=40,
+        min_tokens=8,
+        frequency_penalty=1.0,
+        logit_bias={40: 2.0},
+        structured=StructuredOutput(regex="([A-F]{2}|[0-9]+,){3,8}END"),
+    )
+    plain, _ = make_core()
+    plain.add_request("a", [1, 2, 3], params)
+    truth = outputs(drain(plain))[("a", 0)]
+    clock = itertools.count()
+    speculator = Speculator(HalfRight(truth), 4, clock=lambda: float(next(clock)))
+    core, _ = make_core(speculator=speculator)
+    core.add_request("a", [1, 2, 3], params)
+    assert outputs(drain(core))[("a", 0)] == truth
+    assert 0 < core.stats().accepted_draft_tokens < core.stats().draft_tokens
 
 
 def test_a_bad_grammar_hurts_nobody_else() -> None:
