@@ -1,5 +1,6 @@
 """What the engine needs of a model, whichever way it runs."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -9,6 +10,28 @@ from qinfer.kvcache.layout import KVLayout
 from qinfer.kvcache.pool import KVPool
 from qinfer.models.config import ModelConfig
 from qinfer.models.layers import KernelRow
+
+
+@dataclass(frozen=True, slots=True)
+class WeightBytes:
+    """Where the resident bytes of the weights are.
+
+    Args:
+        layers: the decoder layers and the final norm.
+        embedding: the embedding; 0 where it is read from the head's memory, which it shares.
+        head: the head; 0 where it shares the embedding's memory.
+        huge_pages: of the whole, in huge pages; None = not known.
+    """
+
+    layers: int
+    embedding: int
+    head: int
+    huge_pages: int | None = None
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.layers + self.embedding + self.head
 
 
 class CausalLM(Protocol):
@@ -42,6 +65,10 @@ class CausalLM(Protocol):
     @property
     def memory_bytes(self) -> int:
         """Resident bytes of all weights; tied ones once."""
+        ...
+
+    def weight_bytes(self) -> WeightBytes:
+        """Return where these bytes are; not for every step, as it may ask the system."""
         ...
 
     def step_bytes(self, layout: KVLayout, max_tokens: int, max_rows: int) -> int | None:

@@ -13,6 +13,7 @@ from qinfer.kernels.spec import PagedKV
 from qinfer.kvcache.inputs import ModelInputs, ModelOutput
 from qinfer.kvcache.layout import KVLayout
 from qinfer.kvcache.pool import KVPool
+from qinfer.models.causal_lm import WeightBytes
 from qinfer.models.config import ModelConfig
 from qinfer.models.layers import KernelRow, Linear, LinearGroup, RMSNorm, Weight
 from qinfer.models.rope import RotaryTable
@@ -172,10 +173,17 @@ class Decoder:
     @property
     def memory_bytes(self) -> int:
         """Resident bytes of all weights; tied ones once."""
-        total = self._embedding.nbytes + self._norm.weight.nbytes
-        if not self.config.tie_word_embeddings:
-            total += self._head.resident_bytes
-        return total + sum(block.resident_bytes for block in self.blocks)
+        return self.weight_bytes().total
+
+    def weight_bytes(self) -> WeightBytes:
+        """Return where these bytes are."""
+        layers = sum(block.resident_bytes for block in self.blocks)
+        tied = self.config.tie_word_embeddings
+        return WeightBytes(
+            layers=layers + self._norm.weight.nbytes,
+            embedding=self._embedding.nbytes,
+            head=0 if tied else self._head.resident_bytes,
+        )
 
     def step_bytes(self, layout: KVLayout, max_tokens: int, max_rows: int) -> int | None:
         """Return None: every op makes its output anew."""

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 
@@ -142,9 +141,12 @@ def _weights(
         release_freed()  # or the holes that each layer leaves in the heap would add up
         if options.progress is not None:
             options.progress(layer + 1, config.num_layers)
-    embedding = _embedding(checkpoint, config, dtype, placing)
-    head = _head(checkpoint, config, embedding, options)
+    # A tied head in the model's own type is the embedding too.
+    shared = config.tie_word_embeddings and not _rounds_head(checkpoint, options)
+    embedding = None if shared else _embedding(checkpoint, config, dtype, placing)
+    head = _head(checkpoint, config, options)
     return NativeWeights(
+        dtype=dtype,
         embedding=embedding,
         layers=layers,
         norm=checkpoint.tensor(FINAL_NORM).float(),
@@ -183,37 +185,42 @@ def _linear(
 def _dense(
     checkpoint: Checkpoint, name: str, shape: tuple[int, int], dtype: torch.dtype
 ) -> WeightRows:
+    return WeightRows(shape, dtype, _reader(checkpoint, name, shape, dtype))
+
+
+def _reader(
+    checkpoint: Checkpoint, name: str, shape: tuple[int, int], dtype: torch.dtype
+) -> Callable[[int, int], torch.Tensor]:
+    """Return what reads rows of a dense weight."""
     check_shape(checkpoint, name, shape)
     if checkpoint.is_pickled:
         whole = checkpoint.tensor(name).to(dtype)
-        return WeightRows(shape, dtype, lambda begin, end: whole[begin:end])
-    return WeightRows(shape, dtype, lambda begin, end: checkpoint.rows(name, begin, end).to(dtype))
+        return lambda begin, end: whole[begin:end]
+    return lambda begin, end: checkpoint.rows(name, begin, end).to(dtype)
 
 
 def _embedding(
     checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, placing: Placing
 ) -> torch.Tensor:
     shape = (config.vocab_size, config.hidden_size)
-    rows = _dense(checkpoint, EMBEDDING, shape, dtype)
+    read = _reader(checkpoint, EMBEDDING, shape, dtype)
     room = placing.allocate(shape[0] * shape[1] * dtype.itemsize).view(dtype).view(shape)
     step = max(1, _EMBEDDING_PIECE // shape[1])
     for begin in range(0, shape[0], step):
         end = min(begin + step, shape[0])
-        room[begin:end] = cast(torch.Tensor, rows.read(begin, end))
+        room[begin:end] = read(begin, end)
     return room
 
 
-def _head(
-    checkpoint: Checkpoint, config: ModelConfig, embedding: torch.Tensor, options: LoadOptions
-) -> Source:
+def _head(checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions) -> Source:
     """Return the head: as the checkpoint has it, or rounded to INT8 per row."""
-    shape = (config.vocab_size, config.hidden_size)
-    head: Source = WeightRows(shape, embedding.dtype, lambda begin, end: embedding[begin:end])
-    if not config.tie_word_embeddings:
-        head = _linear(checkpoint, HEAD, shape, embedding.dtype)
-    if isinstance(head, QuantizedWeight) or not _rounds_head(checkpoint, options):
-        return head
-    read = cast(Callable[[int, int], torch.Tensor], head.read)  # a dense weight's
+    shape, dtype = (config.vocab_size, config.hidden_size), resolve_dtype(options.dtype, config)
+    tied = config.tie_word_embeddings
+    if not tied and checkpoint.is_quantized(HEAD):
+        return _linear(checkpoint, HEAD, shape, dtype)
+    read = _reader(checkpoint, EMBEDDING if tied else f"{HEAD}.weight", shape, dtype)
+    if not _rounds_head(checkpoint, options):
+        return WeightRows(shape, dtype, read)
     return WeightRows(shape, INT8_ROWS, lambda begin, end: int8_rows(read(begin, end)))
 
 

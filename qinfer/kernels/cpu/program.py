@@ -18,7 +18,7 @@ from qinfer.kernels.cpu import native
 ACTIVATION_GROUP = 32
 _ROW_BLOCK = 8
 MAX_THREADS = 1024
-_TABLE_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+TABLE_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _STATUS = {1: "an argument of an op is not valid", 2: "the system has no thread left"}
 
 
@@ -279,7 +279,7 @@ class Program:
             out: float32 `[max_tokens, hidden]`.
             num_tokens: int64 `[1]`, read when the program runs (as in the ops below).
         """
-        if table.dtype not in _TABLE_DTYPES:
+        if table.dtype not in TABLE_DTYPES:
             raise ConfigError(f"table is {table.dtype}; the C++ kernels read float32 and bfloat16")
         rows, hidden = _rows("out", out)
         args = EmbedArgs(
@@ -287,7 +287,7 @@ class Program:
             token_ids=pointer("token_ids", token_ids, torch.int64, (rows,)),
             out=out.data_ptr(),
             hidden=hidden,
-            dtype=_TABLE_DTYPES[table.dtype],
+            dtype=TABLE_DTYPES[table.dtype],
             num_tokens=pointer("num_tokens", num_tokens, torch.int64, (1,)),
         )
         self.add(OpKind.EMBED, args, table, token_ids, out, num_tokens)

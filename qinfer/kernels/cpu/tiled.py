@@ -13,7 +13,15 @@ import torch
 
 from qinfer.errors import ConfigError
 from qinfer.kernels.cpu import native
-from qinfer.kernels.cpu.program import ACTIVATION_GROUP, Int8Buffer, OpKind, Program, pointer
+from qinfer.kernels.cpu.program import (
+    ACTIVATION_GROUP,
+    TABLE_DTYPES,
+    EmbedArgs,
+    Int8Buffer,
+    OpKind,
+    Program,
+    pointer,
+)
 from qinfer.kernels.spec import LinearSpec
 
 TILE_ROWS = 16
@@ -207,6 +215,40 @@ def add_linear(
     """Append the op to a program, which keeps all of this alive; arguments as `linear_args`."""
     args = linear_args(weight, x, out, num_tokens, bias=bias, residual=residual)
     program.add(OpKind.LINEAR, args, weight, x, out, num_tokens, bias, residual)
+
+
+def add_embed(
+    program: Program,
+    table: TiledWeight,
+    token_ids: torch.Tensor,
+    out: torch.Tensor,
+    num_tokens: torch.Tensor,
+) -> None:
+    """Append `out[t] = table[token_ids[t]]` for a dense table in tiles, as a tied head is.
+
+    Args:
+        program: gets the op, and keeps all of this alive.
+        table: `[vocab, hidden]`.
+        token_ids: int64 `[max_tokens]`; the caller checks that they are in the table.
+        out: float32 `[max_tokens, hidden]`.
+        num_tokens: int64 `[1]`, read when the program runs.
+
+    Raises:
+        ConfigError: something does not fit.
+    """
+    if table.dtype not in TABLE_DTYPES:
+        raise ConfigError(f"an embedding is read from dense tiles, not from {table.kind.name}")
+    rows = _check_rows("out", out, table.in_features)
+    args = EmbedArgs(
+        table=table.data.data_ptr(),
+        token_ids=pointer("token_ids", token_ids, torch.int64, (rows,)),
+        out=pointer("out", out, torch.float32, (rows, table.in_features)),
+        hidden=table.in_features,
+        dtype=TABLE_DTYPES[table.dtype],
+        tiled=1,
+        num_tokens=pointer("num_tokens", num_tokens, torch.int64, (1,)),
+    )
+    program.add(OpKind.EMBED, args, table, token_ids, out, num_tokens)
 
 
 def run_linear(

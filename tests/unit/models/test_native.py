@@ -1,19 +1,22 @@
 """The recorded C++ program against the reference decoder and transformers."""
 
 import logging
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from support.checkpoints import write_tiny
 from support.decoders import IDS, VARIANTS, oracle
 from support.steps import Chunk, layout_of, make_inputs, run_chunked
 
 from qinfer.checkpoint.reader import open_checkpoint
-from qinfer.errors import CapacityError
-from qinfer.kernels.cpu import native
+from qinfer.errors import CapacityError, CheckpointError
+from qinfer.kernels.cpu import native, tiled
+from qinfer.kernels.cpu.program import Program
 from qinfer.kvcache.pool import KVPool
 from qinfer.models.causal_lm import CausalLM
 from qinfer.models.decoder import Decoder
@@ -35,6 +38,12 @@ def load(path: Path, **options: object) -> CausalLM:
 def logits_of(decoder: CausalLM, sizes: list[int], kv_dtype: str = "fp32") -> torch.Tensor:
     pool = KVPool(layout_of(decoder.config, kv_dtype), 8)
     return run_chunked(decoder, IDS[: sum(sizes)], sizes, pool, [3, 0, 7, 1, 2, 5, 4, 6])
+
+
+def embedding_of(decoder: NativeDecoder) -> torch.Tensor:
+    embedding = decoder._weights.embedding
+    assert embedding is not None
+    return embedding
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -140,7 +149,7 @@ def test_non_finite_rows_name_their_layer_and_spare_their_mates(
 ) -> None:
     decoder = load(write_tiny(tmp_path / "model"))
     assert isinstance(decoder, NativeDecoder)
-    decoder._weights.embedding[7] = torch.inf
+    embedding_of(decoder)[7] = torch.inf
     pool = KVPool(layout_of(decoder.config, kv_dtype), 4)
     chunks = [Chunk([7, 1, 2], 0, [0]), Chunk([1, 2, 3], 0, [1])]
     output = decoder.forward(make_inputs(chunks), pool)
@@ -183,11 +192,50 @@ def test_without_the_library_the_reference_runs(
 
 
 def test_m03_bytes_count_every_form_of_the_weights(smollm2: Path) -> None:
-    plain = load(smollm2, dtype="auto")
-    with_head = load(smollm2, dtype="auto", lm_head="int8")
+    plain, rounded = (load(smollm2, dtype="auto", lm_head=head) for head in ("auto", "int8"))
     embedding = 49152 * 576
-    assert plain.memory_bytes > with_head.memory_bytes
-    assert plain.memory_bytes - with_head.memory_bytes == pytest.approx(embedding, rel=0.01)
+    small = 61 * 576 * 2  # norms are float32 here
+    assert plain.memory_bytes == plain.weight_bytes().total == 2 * 134_515_008 + small
+    assert rounded.memory_bytes - plain.memory_bytes == embedding + 2 * 49152  # codes and scales
+    assert plain.weight_bytes().embedding == 0
+    assert plain.weight_bytes().head == rounded.weight_bytes().embedding == 2 * embedding
+    assert rounded.weight_bytes().layers == plain.weight_bytes().layers
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("hidden_size", [64, 40])
+def test_a_tied_head_is_the_embedding_too_with_the_same_bits(
+    tmp_path: Path, dtype: str, hidden_size: int
+) -> None:
+    path = write_tiny(
+        tmp_path / "model", hidden_size=hidden_size, vocab_size=290, tie_word_embeddings=True
+    )
+    tied, apart = (load(path, dtype=dtype) for _ in range(2))
+    assert isinstance(tied, NativeDecoder)
+    assert isinstance(apart, NativeDecoder)
+    assert tied._weights.embedding is None
+    table = open_checkpoint(path).tensor("model.embed_tokens.weight").to(tied.dtype)
+    apart._weights = replace(apart._weights, embedding=table)
+    assert torch.equal(logits_of(tied, [50]), logits_of(apart, [50]))
+    ids, out, program = torch.arange(289, -1, -1), torch.empty(290, hidden_size), Program()
+    head = tied._weights.head.linears[0].weight
+    tiled.add_embed(program, head, ids, out, torch.tensor([290]))
+    program.run(2)
+    assert torch.equal(out, table[ids].float())
+
+
+def test_a_head_that_is_not_finite_is_no_reason_for_the_slow_path(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_tiny(tmp_path / "model")
+    file = path / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    tensors["lm_head.weight"][7, 3] = torch.nan
+    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="lm_head holds NaN"):
+        load(path, lm_head="int8")
+    assert isinstance(load(path), NativeDecoder)  # as it is; requests will tell
+    assert caplog.text == ""
 
 
 def test_int8_rows_round_to_the_nearest_of_their_scale() -> None:
@@ -216,7 +264,7 @@ def test_a_broken_token_leaves_those_before_it_as_they_were(tmp_path: Path, kv_d
     assert isinstance(decoder, NativeDecoder)
     pool = KVPool(layout_of(decoder.config, kv_dtype), 2)
     clean = run_chunked(decoder, [1, 2, 3, 4], [4], pool, [0, 1])
-    decoder._weights.embedding[7] = torch.nan
+    embedding_of(decoder)[7] = torch.nan
     output = decoder.forward(make_inputs([Chunk([1, 2, 3, 4, 7, 5], 0, [0, 1])]), pool)
     assert torch.equal(output.logits[:4], clean)
     assert output.bad_layers.tolist() == [-1, -1, -1, -1, 0, 0]

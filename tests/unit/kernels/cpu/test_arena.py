@@ -2,6 +2,7 @@
 
 import gc
 import mmap
+import re
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 
 from qinfer.errors import CapacityError, ConfigError
 from qinfer.kernels.cpu import arena
-from qinfer.kernels.cpu.arena import Arena, aligned, release_freed
+from qinfer.kernels.cpu.arena import Arena, aligned, huge_page_bytes, release_freed
 
 
 def mapped_bytes(address: int) -> int:
@@ -20,6 +21,14 @@ def mapped_bytes(address: int) -> int:
         if begin <= address < end:
             return end - begin
     return 0
+
+
+def mapping_start(mappings: str, address: int) -> int:
+    """Return where the mapping that holds an address begins in the text of smaps."""
+    for head in re.finditer(r"^([0-9a-f]+)-([0-9a-f]+) ", mappings, re.MULTILINE):
+        if int(head[1], 16) <= address < int(head[2], 16):
+            return head.start()
+    raise AssertionError(f"nothing is mapped at {address:x}")
 
 
 def resident_bytes() -> int:
@@ -84,31 +93,33 @@ def test_the_mapping_lives_as_long_as_a_tensor_and_goes_as_one() -> None:
     assert mapped_bytes(address) == 0
 
 
-def test_without_huge_pages_the_arena_works_and_tells(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    switch = tmp_path / "enabled"
-    monkeypatch.setattr(arena, "_SWITCH", switch)
-    assert not Arena(64).huge_pages  # a system without the switch
-    switch.write_text("always madvise [never]\n")
-    memory = Arena(64)
-    assert not memory.huge_pages
-    assert memory.take((16,), torch.float32).sum() == 0
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux has the advice")
-def test_huge_pages_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    switch = tmp_path / "enabled"
-    switch.write_text("always [madvise] never\n")
-    monkeypatch.setattr(arena, "_SWITCH", switch)
-    region = mmap.mmap(-1, 4 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
-        region.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:
+def test_huge_pages_are_asked_for_and_counted() -> None:
+    tensor = Arena(4 << 20).take((4 << 20,), torch.uint8)
+    tensor.fill_(1)
+    address = tensor.data_ptr()
+    mappings = Path("/proc/self/smaps").read_text(encoding="utf-8")
+    flags = mappings[mapping_start(mappings, address) :].split("VmFlags:")[1].splitlines()[0]
+    if "hg" not in flags.split():
         pytest.skip("this kernel was built without huge pages")
-    finally:
-        region.close()
-    assert Arena(4 << 20).huge_pages
+    size = mapped_bytes(address)
+    counted = huge_page_bytes([address, address + 5])
+    assert counted is not None
+    assert 0 <= counted <= size
+    assert huge_page_bytes([]) == 0
+
+
+def test_without_huge_pages_the_arena_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", -1)  # as on a kernel that does not know it
+    assert Arena(64).take((16,), torch.float32).sum() == 0
+
+
+def test_a_system_that_tells_nothing_of_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, **_: object) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert huge_page_bytes([1]) is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
