@@ -33,7 +33,7 @@ from qinfer.bench.stats import percentiles
 HERE = Path(__file__).parent
 MODES = ("continuous", "static")
 BATCH = 8
-PROMPT_TOKENS = 128
+STREAM_PROMPT = 128  # tokens
 STREAMS = 8
 BUDGETS = (512, 128, 64)  # of prompts, beside the streams; 128 is the default
 
@@ -110,7 +110,7 @@ def compare_batching(args: argparse.Namespace) -> dict[str, Any]:
         for number in range(args.rounds + 1):
             for case in rows:
                 lengths = lengths_of(case, args.requests, draw)
-                prompts = [tokens(draw, PROMPT_TOKENS, vocab_size) for _ in lengths]
+                prompts = [tokens(draw, args.prompt_tokens, vocab_size) for _ in lengths]
                 for mode in draw.sample(MODES, 2):
                     seconds, times = run(engines[mode], prompts, lengths)
                     if number == 0:
@@ -167,7 +167,7 @@ def measure_gaps(args: argparse.Namespace, budget: int) -> dict[str, Any]:
         core, vocab_size = llm.core, llm.model_config.vocab_size
         params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
         for index in range(STREAMS):
-            core.add_request(f"stream-{index}", tokens(draw, PROMPT_TOKENS, vocab_size), params)
+            core.add_request(f"stream-{index}", tokens(draw, STREAM_PROMPT, vocab_size), params)
         last: dict[str, float] = {}
         gaps_of(core, 8 * STREAMS, last)  # all are decoding now, and warm
         before = gaps_of(core, 64 * STREAMS, last)
@@ -205,9 +205,20 @@ def page(record: Record) -> str:
                 ]
             )
     head = ["case", "batching", "tok/s", "ratio", *(f"TPOT {p} ms" for p in ("p50", "p90", "p99"))]
-    lines = ["# Continuous against static batching", ""]
+    count, size = record["requests"], record["prompt_tokens"]
+    case = f"{count} requests of {size} tokens at once, {record['batch_limit']} run together."
+    lines = ["# Continuous against static batching", "", case, ""]
     lines += table([*head, "TTFT p50 ms", "TTFT p99 ms"], rows)
-    lines += ["", f"# ITL of {STREAMS} streams while {record['long_prompt']} tokens arrive", ""]
+    if record["long_prompt_gaps"]:
+        lines += gaps_table(record)
+    machine = record["machine"]
+    where = f"{record['date']}, {machine['processor']}, {record['threads']} threads"
+    return "\n".join([*lines, "", where, ""])
+
+
+def gaps_table(record: Record) -> list[str]:
+    """Return the table of part two."""
+    lines = ["", f"# ITL of {STREAMS} streams while {record['long_prompt']} tokens arrive", ""]
     head = [
         "prompt tokens per step",
         "before: p50 ms",
@@ -225,9 +236,7 @@ def page(record: Record) -> str:
         ]
         for row in record["long_prompt_gaps"]
     ]
-    return "\n".join(
-        [*lines, *table(head, cells), "", f"{record['date']}, {record['machine']}", ""]
-    )
+    return [*lines, *table(head, cells)]
 
 
 def main() -> None:
@@ -237,7 +246,13 @@ def main() -> None:
     parser.add_argument("model", help="directory, hub id or .gguf file")
     parser.add_argument("--rounds", type=int, default=3, help="measured; one more warms up")
     parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--long-prompt", type=int, default=8000, help="tokens of part two's prompt")
+    parser.add_argument("--prompt-tokens", type=int, default=32, help="of part one's requests")
+    parser.add_argument(
+        "--long-prompt",
+        type=int,
+        default=8000,
+        help="tokens of part two's prompt; 0 = leave it out",
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of the record")
@@ -253,10 +268,12 @@ def main() -> None:
         "threads": args.threads,
         "requests": args.requests,
         "batch_limit": BATCH,
-        "prompt_tokens": PROMPT_TOKENS,
+        "prompt_tokens": args.prompt_tokens,
         "long_prompt": args.long_prompt,
         "batching": compare_batching(args),
-        "long_prompt_gaps": [measure_gaps(args, budget) for budget in BUDGETS],
+        "long_prompt_gaps": [
+            measure_gaps(args, budget) for budget in BUDGETS if args.long_prompt > 0
+        ],
     }
     ratio = statistics.median(record["batching"]["mixed"]["ratio"])
     print(f"continuous gives {ratio:.2f} times the tokens per second of static batching (mixed)")
