@@ -92,6 +92,11 @@ class ChatWriter:
     tools: ToolUse
     readers: dict[int, _Reader] = field(default_factory=dict)
 
+    @property
+    def copies_text(self) -> bool:
+        """Texts are copied as they are, unless calls of tools may stand in them."""
+        return self.tools.parser is None
+
     def opening(self, index: int, event: TokenEvent) -> ChatChunk:  # noqa: ARG002 - the protocol's signature
         """Return the chunk that announces the role."""
         return self._chunk(

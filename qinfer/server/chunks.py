@@ -1,7 +1,8 @@
 """The stream of chunks that completions and chats share: openings, token counts, `[DONE]`."""
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from qinfer.engine.request import TokenEvent
@@ -12,12 +13,17 @@ from qinfer.server.streaming import sse, sse_error
 
 DONE: Final = b"data: [DONE]\n\n"
 _USAGE: Final = frozenset({"usage"})
+_MARK: Final = "\ufdd0"  # stands for a chunk's text; Unicode says that no text holds it
 
 Chunk = ChatChunk | CompletionResponse
 
 
 class ChunkWriter(Protocol):
     """Turns events into one kind of chunk."""
+
+    @property
+    def copies_text(self) -> bool:
+        """Whether an event that brings nothing but text becomes a chunk of just that text."""
 
     def opening(self, index: int, event: TokenEvent) -> Chunk | None:
         """Return what goes before a choice's first event, if anything."""
@@ -48,6 +54,12 @@ class ChunkStream:
     continuous: bool
     _so_far: dict[int, int] = field(default_factory=dict)
     _counts: dict[int, TokenCounts] = field(default_factory=dict)
+    _around: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)  # the text, by choice
+    _copies_text: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Look once at what holds for the whole stream."""
+        self._copies_text = self.writer.copies_text and not self.continuous
 
     def begin(self) -> bytes:
         """Return nothing: each choice has its own opening."""
@@ -56,6 +68,8 @@ class ChunkStream:
     def event(self, index: int, event: TokenEvent) -> bytes:
         """Return the chunks that an event adds."""
         first = index not in self._so_far
+        if not first and self._is_text(event):
+            return self._text(index, event)
         opening = self.writer.opening(index, event) if first else None
         data = b"" if opening is None else self._encode(index, opening, large=True)
         self._so_far[index] = self._so_far.get(index, 0) + len(event.token_ids)
@@ -76,6 +90,24 @@ class ChunkStream:
     def error(self, error: Exception) -> bytes:
         """Return the error and the end."""
         return sse_error(error) + DONE
+
+    def _is_text(self, event: TokenEvent) -> bool:
+        """Tell whether an event brings nothing but text, as most of most streams do."""
+        text_alone = event.finish_reason is None and event.logprobs is None
+        return self._copies_text and text_alone and bool(event.text)
+
+    def _text(self, index: int, event: TokenEvent) -> bytes:
+        """Return the chunk of an event that brings nothing but text.
+
+        All that is around the text is the same in every such chunk, so it is written only once.
+        """
+        if index not in self._around:
+            chunk = self.writer.chunk(index, replace(event, text=_MARK))
+            assert chunk is not None
+            before, after = self._encode(index, chunk).split(f'"{_MARK}"'.encode())
+            self._around[index] = before, after
+        before, after = self._around[index]
+        return before + json.dumps(event.text, ensure_ascii=False).encode() + after
 
     def _encode(self, index: int, chunk: Chunk, *, large: bool = False) -> bytes:
         hidden = frozenset() if self.include_usage else _USAGE  # S06: absent unless asked for

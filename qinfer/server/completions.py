@@ -80,6 +80,11 @@ class CompletionWriter:
     offsets: dict[int, int] = field(default_factory=dict)
     entries: dict[int, PromptEntries] = field(default_factory=dict)
 
+    @property
+    def copies_text(self) -> bool:
+        """Texts are copied as they are."""
+        return True
+
     def opening(self, index: int, event: TokenEvent) -> CompletionResponse | None:
         """Return the chunk with the prompt, if it is to be echoed."""
         if self.echoes is None:
