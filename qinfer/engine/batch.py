@@ -24,16 +24,20 @@ def build(batch: Batch, block_size: int, device: str = "cpu") -> ModelInputs:
     tables: list[list[int]] = []
     for request, num_new in batch.sequences:
         start, end = request.num_computed, request.num_computed + num_new
-        shift = len(tokens) - start  # from a position of the sequence to a token of the step
         table = request.block_ids[: -(-end // block_size)]
-        if num_new == 1:  # most often; a list of one takes longer to make than to fill
+        if num_new == 1:  # most often; to make lists of one takes longer than to add the one
+            if request.wanted_rows(1):
+                rows.append(len(tokens))
+            tokens.append(request.tokens[start])
+            positions.append(start)
             slots.append(table[-1] * block_size + start % block_size)
         else:
+            shift = len(tokens) - start  # from a position of the sequence to a token of the step
             places = range(start, end)
+            rows += [place + shift for place in request.wanted_rows(num_new)]
+            tokens += request.upcoming(num_new)
+            positions += places
             slots += [table[p // block_size] * block_size + p % block_size for p in places]
-        rows += [position + shift for position in request.wanted_rows(num_new)]
-        tokens += request.upcoming(num_new)
-        positions += range(start, end)
         lengths.append(end)
         starts.append(len(tokens))
         tables.append(table)

@@ -12,7 +12,7 @@ structured output), and the filters. The C++ kernel computes it where it can, el
 import hashlib
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -120,8 +120,7 @@ class SamplerState:
         return mask if self._allowed is None else mask & self._allowed
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """A chosen token, and its log-probabilities if they were asked for.
 
     Args:
@@ -131,7 +130,7 @@ class Sampled:
     """
 
     token_id: int
-    logprob: TokenLogprob | None
+    logprob: TokenLogprob | None = None
     error: str | None = None
 
 
