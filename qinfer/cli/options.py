@@ -87,7 +87,9 @@ def sampling_options(*, max_tokens: int | None) -> Callable[[Verb], Verb]:
         @functools.wraps(verb)
         def wrapper(*args: Any, stop: tuple[str, ...], **kwargs: Any) -> None:
             fields = {name: kwargs.pop(name) for name in _SAMPLING}
-            verb(*args, params=SamplingParams(stop=stop, **fields), **kwargs)
+            room = {"max_tokens": fields.pop("max_tokens")}  # here None has a meaning
+            given = {name: value for name, value in fields.items() if value is not None}
+            verb(*args, params=SamplingParams(stop=stop, **room, **given), **kwargs)
 
         decorated: Verb = click.option(
             "--stop",
@@ -258,7 +260,10 @@ _SAMPLING: dict[str, tuple[type, str]] = {
     "top_k": (int, "Sample from the k most likely tokens only; 0 = all."),
     "top_p": (float, "Sample from the smallest set whose probability reaches p."),
     "min_p": (float, "Leave out tokens below p times the highest probability."),
+    "typical_p": (float, "Sample from the most typical tokens whose probability reaches p."),
     "repetition_penalty": (float, "Above 1 makes tokens that were seen less likely."),
+    "presence_penalty": (float, "Taken off tokens that the text holds already, -2 to 2."),
+    "frequency_penalty": (float, "The same for each time that it holds them."),
     "seed": (int, "Makes the draw reproducible; different each time if not given."),
 }
 
