@@ -27,7 +27,7 @@ def serve_plan(model: str, llm: LLM) -> dict[str, Any]:
             asdict(row) | {"refusals": [list(pair) for pair in row.refusals]}
             for row in llm.kernels()
         ],
-        "memory": asdict(memory),
+        "memory": asdict(memory) | {"weights": asdict(llm.weight_bytes())},
         "sampling_defaults": asdict(llm.core.limits.defaults),
         "limits": {
             "max_model_len": context,
@@ -62,6 +62,7 @@ def show_plan(model: str, llm: LLM, *, as_json: bool) -> None:
     memory, limits, config = plan["memory"], plan["limits"], llm.config
     sizes = [
         ("weights, resident", megabytes(memory["weights_bytes"])),
+        *_weights(memory["weights"]),
         ("weights, on disk", megabytes(memory["checkpoint_bytes"])),
         ("KV cache", megabytes(memory["kv_allocated_bytes"])),
         (f"KV per token ({config.kv_cache_dtype})", f"{memory['kv_bytes_per_token']:,} B"),
@@ -78,6 +79,13 @@ def show_plan(model: str, llm: LLM, *, as_json: bool) -> None:
         ("sampling, where a request says nothing", describe_defaults(llm.core.limits.defaults)),
     ]
     console.show(console.table("Limits", ["what", "value"], [list(row) for row in bounds]))
+
+
+def _weights(weights: dict[str, int | None]) -> list[tuple[str, str]]:
+    """Return one row per part of the weights; a tied part shares another's memory and has none."""
+    parts = [(name, weights[name]) for name in ("layers", "embedding", "head")]
+    parts.append(("of all, in huge pages", weights["huge_pages"]))
+    return [(f"  {name}", megabytes(size)) for name, size in parts if size]
 
 
 def _kind(layer: str) -> str:

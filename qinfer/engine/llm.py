@@ -20,6 +20,7 @@ from qinfer.engine.params import SamplingParams
 from qinfer.engine.request import RequestOutput
 from qinfer.engine.runs import GenerationRun, OnLogprobs, ScoringRun
 from qinfer.errors import QinferError, RequestError
+from qinfer.models.causal_lm import WeightBytes
 from qinfer.models.layers import KernelRow
 
 Prompt = str | Mapping[str, Sequence[int]]
@@ -227,6 +228,10 @@ class LLM:
             peak_rss_bytes=host.peak_rss(),
             draft_bytes=engine.draft_bytes,
         )
+
+    def weight_bytes(self) -> WeightBytes:
+        """Return where the bytes of the weights are, and how many lie in huge pages."""
+        return self._open.decoder.weight_bytes()
 
     def kernels(self) -> list[KernelRow]:
         """Return which kernel each layer got, and why not the ones before it."""

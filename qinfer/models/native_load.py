@@ -34,7 +34,7 @@ from qinfer.models.rope import RotaryTable
 from qinfer.schemes import WeightScheme
 
 _ARENA_BYTES = 64 << 20
-_EMBEDDING_PIECE = 1 << 19  # elements that are read at a time
+_EMBEDDING_PIECE = 1 << 18  # elements that are read at a time
 INT8_ROWS = WeightScheme(8, None)
 _log = logging.getLogger(__name__)
 

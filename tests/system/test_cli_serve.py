@@ -54,7 +54,7 @@ def run(*arguments):
 def test_dry_run_shows_kernels_memory_and_limits(script_model):
     result = run(script_model, "--dry-run", "--kv-cache-dtype", "int8", "--max-model-len", 64)
     assert result.exit_code == 0
-    for text in ("Kernels", "attention", "Memory", "Limits", "64 tokens", "int8"):
+    for text in ("Kernels", "attention", "Memory", "  head", "Limits", "64 tokens", "int8"):
         assert text in result.stdout
 
 

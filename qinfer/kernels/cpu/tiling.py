@@ -29,7 +29,7 @@ from qinfer.kernels.cpu.tiled import (
 from qinfer.kernels.spec import LinearSpec
 
 _ALIGNMENT = 64
-_PIECE_ELEMENTS = 1 << 19  # of a weight
+_PIECE_ELEMENTS = 1 << 18  # of a weight
 _WAITING_PIECES = 2  # that may be read while others are repacked
 
 # Returns zeroed bytes, uint8, aligned to 64.
