@@ -37,7 +37,7 @@ def test_charts_move_while_the_engine_works(visit, endless):
     line = chart(live, "Tokens per second").locator("path.line.c1").first
     before = line.get_attribute("d")
     expect(line).not_to_have_attribute("d", before)
-    expect(chart(live, "Time to first token").locator("rect.bar")).to_have_count(1)
+    expect(chart(live, "Time to first token").locator("rect.bar")).not_to_have_count(0)
     expect(tile(live, "KV cache used")).to_have_text(ABOVE_ZERO)
     chat.bring_to_front()
     chat.get_by_role("button", name="Stop", exact=True).click()
