@@ -48,7 +48,7 @@ print(resident("VmHWM") - before, resident("VmRSS") - before, model.memory_bytes
 
 
 def write_model(path: Path) -> Path:
-    """Write a random bf16 Llama of 92 MB, so that the interpreter does not count; its head is tied."""
+    """Write a random bf16 Llama of 92 MB with a tied head, much beside an interpreter."""
     generator = torch.Generator().manual_seed(0)
 
     def weight(*shape: int) -> torch.Tensor:
