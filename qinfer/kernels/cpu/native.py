@@ -25,7 +25,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 logger = logging.getLogger(__name__)
 
 
-class _Weight(ctypes.Structure):
+class WeightArgs(ctypes.Structure):
     """`qinfer_weight` of the C header."""
 
     _fields_ = (
@@ -232,7 +232,7 @@ def _declare(handle: ctypes.CDLL) -> None:
     handle.qinfer_isa.restype = ctypes.c_char_p
     handle.qinfer_use_isa.argtypes = (ctypes.c_char_p,)
     handle.qinfer_dequantize.argtypes = (
-        ctypes.POINTER(_Weight),
+        ctypes.POINTER(WeightArgs),
         ctypes.c_int64,
         ctypes.c_int64,
         ctypes.c_int32,
@@ -242,9 +242,9 @@ def _declare(handle: ctypes.CDLL) -> None:
     handle.qinfer_run.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32)
 
 
-def _describe(weight: PackedWeight) -> _Weight:
+def _describe(weight: PackedWeight) -> WeightArgs:
     """Return the C view of a weight; valid while `weight` lives."""
-    return _Weight(
+    return WeightArgs(
         codes=weight.codes.data_ptr(),
         scales=weight.scales.data_ptr(),
         zeros=None if weight.zeros is None else weight.zeros.data_ptr(),

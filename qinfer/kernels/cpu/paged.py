@@ -141,13 +141,19 @@ def scratch_floats(
         head_dim: elements per head.
 
     Raises:
-        ConfigError: the library is not there.
+        ConfigError: the library is not there, or there are no such sizes.
     """
     library = native.require()
     size = library.handle.qinfer_attention_scratch
     size.restype = ctypes.c_int64
     size.argtypes = (ctypes.c_int32, ctypes.c_int64, *(ctypes.c_int32,) * 3)
-    floats: int = size(threads, max_context, num_heads, num_kv_heads, head_dim)
+    sizes = (threads, max_context, num_heads, num_kv_heads, head_dim)
+    floats: int = size(*sizes)
+    if floats < 0:
+        raise ConfigError(
+            f"attention cannot run {threads} threads, {max_context} positions, {num_heads}/"
+            f"{num_kv_heads} heads of {head_dim}"
+        )
     return floats
 
 

@@ -39,7 +39,7 @@ class OpKind(IntEnum):
     FAULTS = 12
 
 
-class _Op(ctypes.Structure):
+class OpArgs(ctypes.Structure):
     """`qinfer_op`."""
 
     _fields_ = (
@@ -229,7 +229,7 @@ class Program:
     def __init__(self) -> None:
         self._ops: list[tuple[OpKind, ctypes.Structure]] = []
         self._kept: list[object] = []
-        self._array: ctypes.Array[_Op] | None = None
+        self._array: ctypes.Array[OpArgs] | None = None
 
     def __len__(self) -> int:
         return len(self._ops)
@@ -257,8 +257,8 @@ class Program:
         if not 1 <= threads <= MAX_THREADS:
             raise ConfigError(f"threads is {threads}; it must be 1 to {MAX_THREADS}")
         if self._array is None:
-            ops = (_Op(kind, 0, ctypes.addressof(args)) for kind, args in self._ops)
-            self._array = (_Op * len(self._ops))(*ops)
+            ops = (OpArgs(kind, 0, ctypes.addressof(args)) for kind, args in self._ops)
+            self._array = (OpArgs * len(self._ops))(*ops)
         status = library.handle.qinfer_run(self._array, len(self._ops), threads)
         if status != 0:
             reason = _STATUS.get(status, "unknown")

@@ -210,7 +210,7 @@ void quantize_token(const qinfer_attention& op, int64_t token) {
 
 void merge(const void* args, int32_t thread, int32_t threads) {
   const qinfer_attention& op = *static_cast<const qinfer_attention*>(args);
-  const int64_t num_tokens = op.query_starts[*op.num_sequences];
+  const int64_t num_tokens = op.query_starts[at_least(*op.num_sequences, 0)];
   const int64_t begin = num_tokens * thread / threads;
   const int64_t end = num_tokens * (thread + 1) / threads;
   const Plan plan(op, threads);

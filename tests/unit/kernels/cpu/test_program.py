@@ -20,11 +20,11 @@ from qinfer.kernels.cpu.program import (
     Int8Rows,
     Norm,
     NormArgs,
+    OpArgs,
     OpKind,
     Program,
     QuantizeArgs,
     SiluMulArgs,
-    _Op,
 )
 from qinfer.kernels.cpu.sampling import DrawArgs, SampleArgs
 
@@ -214,7 +214,7 @@ def good_args() -> dict[OpKind, tuple[ctypes.Structure, list[object]]]:
 def call(kind: int, args: ctypes.Structure | None) -> int:
     library = native.load()
     assert library is not None
-    op = _Op(kind, 0, None if args is None else ctypes.addressof(args))
+    op = OpArgs(kind, 0, None if args is None else ctypes.addressof(args))
     status: int = library.handle.qinfer_run(ctypes.byref(op), 1, 1)
     return status
 
@@ -264,7 +264,7 @@ def test_calls_that_make_no_sense_are_refused() -> None:
     assert library is not None
     run = library.handle.qinfer_run
     args, _ = good_args()[OpKind.ARGMAX]
-    op = _Op(OpKind.ARGMAX, 0, ctypes.addressof(args))
+    op = OpArgs(OpKind.ARGMAX, 0, ctypes.addressof(args))
     assert run(None, 1, 1) == BAD_ARGUMENT
     assert run(None, 0, 1) == OK
     assert run(ctypes.byref(op), -1, 1) == BAD_ARGUMENT
@@ -279,7 +279,7 @@ def test_calls_that_make_no_sense_are_refused() -> None:
 def test_structs_have_the_sizes_of_the_header() -> None:
     """The static_asserts of csrc/library.cpp name the same numbers."""
     structs = (
-        _Op,
+        OpArgs,
         Int8Rows,
         EmbedArgs,
         NormArgs,
