@@ -74,8 +74,10 @@ GOOD = {
     "block_size": [1, 16],
     "sliding_window": [0, 1, 5],
 }
-WRITTEN = ("qkv", "out", "groups", "k", "v", "k_scales", "v_scales", "tiles", "scratch")
-WRITTEN += ("bad_layers", "token_notes", "row_notes")
+WRITTEN = (
+    *("qkv", "out", "groups", "k", "v", "k_scales", "v_scales", "tiles", "scratch"),
+    *("bad_layers", "token_notes", "row_notes"),
+)
 POINTERS = dict.fromkeys(WRITTEN, OUTPUT.data_ptr()) | {
     "num_tokens": COUNT.data_ptr(),
     "num_rows": COUNT.data_ptr(),

@@ -14,7 +14,7 @@ from qinfer.kernels.cpu.program import OpKind
 @pytest.mark.skipif(native.load() is None, reason="the C++ library was not built")
 def test_nonsense_gets_a_status() -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "support.native_fuzz", str(native.require().path), "60"],
+        [sys.executable, "-m", "support.native_fuzz", str(native.require().path), "25"],
         cwd=Path(support.native_fuzz.__file__).parents[1],
         capture_output=True,
         text=True,
