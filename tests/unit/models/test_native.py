@@ -15,7 +15,7 @@ from support.steps import Chunk, layout_of, make_inputs, run_chunked
 
 from qinfer.checkpoint.reader import open_checkpoint
 from qinfer.errors import CapacityError, CheckpointError
-from qinfer.kernels.cpu import native, tiled
+from qinfer.kernels.cpu import native, tiled, tiling
 from qinfer.kernels.cpu.program import Program
 from qinfer.kvcache.pool import KVPool
 from qinfer.models.causal_lm import CausalLM
@@ -222,6 +222,21 @@ def test_a_tied_head_is_the_embedding_too_with_the_same_bits(
     tiled.add_embed(program, head, ids, out, torch.tensor([290]))
     program.run(2)
     assert torch.equal(out, table[ids].float())
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("scheme", [None, "int4 asym", "mixed"])
+def test_weights_read_in_small_pieces_are_the_same(
+    tmp_path: Path, scheme: str | None, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fused q, k and v, gate and up: pieces end within one of them or reach over their borders."""
+    path = write_tiny(tmp_path / "source", "qwen2", num_attention_heads=6, head_dim=20)
+    if scheme is not None:
+        path = quantized(path, SCHEMES[scheme] | {"on_misfit": "skip"})
+    expected = logits_of(load(path), [50])
+    for elements in (1, 64 * 48):
+        monkeypatch.setattr(tiling, "_PIECE_ELEMENTS", elements)
+        assert torch.equal(logits_of(load(path, threads=threads), [50]), expected)
 
 
 def test_a_head_that_is_not_finite_is_no_reason_for_the_slow_path(

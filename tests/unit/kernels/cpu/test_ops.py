@@ -6,9 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the customary name
 
+from qinfer.errors import ConfigError
+from qinfer.formats.weight import QuantizedWeight
 from qinfer.kernels import reference
-from qinfer.kernels.cpu import native
+from qinfer.kernels.cpu import native, tiled, tiling
 from qinfer.kernels.cpu.program import ACTIVATION_GROUP, Int8Buffer, Norm, Program, Watch
+from qinfer.schemes import WeightScheme
 
 pytestmark = pytest.mark.skipif(
     native.load() is None, reason="the C++ library was not built (no compiler at installation)"
@@ -16,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 ISAS = ["avx512", "avx2", "portable"]
 SIZES = [1, 31, 36, 40, 100, 576, 1536]
-ROWS = [1, 2, 5, 33]
+ROWS = [1, 2, 5, 8, 33, 257]
 EPS = 1e-5
 
 
@@ -30,6 +33,11 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
         pytest.skip(f"this machine or build has no {request.param}")
     yield request.param
     assert library.use_isa(best)
+
+
+def int8_weight(outputs: int, inputs: int) -> QuantizedWeight:
+    codes = torch.zeros(outputs, inputs, dtype=torch.int8)
+    return QuantizedWeight(codes, torch.ones(outputs, 1).half(), WeightScheme(8, None))
 
 
 def count(value: int) -> torch.Tensor:
@@ -131,16 +139,32 @@ def test_silu_mul(isa: str, size: int, rows: int) -> None:
     assert_quantized(int8, plain[:, order.long()])
 
 
+def test_embeddings_are_read_from_dense_tiles_only() -> None:
+    codes, ids = tiling.tile(int8_weight(16, 32)), torch.zeros(2, dtype=torch.long)
+    with pytest.raises(ConfigError, match="not from W8"):
+        tiled.add_embed(Program(), codes, ids, torch.empty(2, 32), count(2))
+    table = tiling.tile(torch.zeros(16, 32))
+    with pytest.raises(ConfigError, match="token_ids"):
+        tiled.add_embed(Program(), table, ids[:1], torch.empty(2, 32), count(2))
+    with pytest.raises(ConfigError, match="out"):
+        tiled.add_embed(Program(), table, ids, torch.empty(2, 64)[:, :32], count(2))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", SIZES)
 def test_embed(isa: str, size: int, dtype: torch.dtype) -> None:
-    table, ids = torch.randn(50, size).to(dtype), torch.randint(0, 50, (33,))
-    out, program = torch.empty(33, size), Program()
-    program.embed(table, ids, out, count(33))
-    for threads in (1, 2):
-        out.zero_()
-        program.run(threads)
-        assert same_bits(out, table[ids].float())
+    table, ids = torch.randn(50, size).to(dtype), torch.randint(0, 50, (257,))
+    rows, out, tiles = count(257), torch.empty(257, size), tiling.tile(table)
+    plain, tiled_table = Program(), Program()
+    plain.embed(table, ids, out, rows)
+    tiled.add_embed(tiled_table, tiles, ids, out, rows)
+    for program in (plain, tiled_table):
+        for number in ROWS:
+            rows.fill_(number)
+            out.fill_(7.0)
+            program.run(1 + number % 2)
+            assert same_bits(out[:number], table[ids[:number]].float())
+            assert (out[number:] == 7.0).all()
 
 
 @pytest.mark.parametrize("rows", ROWS)

@@ -225,6 +225,21 @@ def test_bits_depend_neither_on_chunks_nor_batch_nor_threads(
             assert torch.equal(alone[0], expected[0][position])
 
 
+@pytest.mark.parametrize("kv", KV_SCHEMES)
+def test_every_number_of_sequences_decodes_to_the_same_bits(isa: str, kv: str) -> None:
+    heads = Heads(num=2, num_kv=1)
+    lengths = [1 + 7 * row % 40 for row in range(255)] + [SPAN, SPAN + 9]
+    sequences = [sequence(heads, length, row) for row, length in enumerate(reversed(lengths))]
+    cache = Cache(heads, KV_SCHEMES[kv], sequences)
+    cache.step([(row, 0, s.length) for row, s in enumerate(sequences)], 2)
+    last = [(row, s.length - 1, s.length) for row, s in enumerate(sequences)]
+    whole = cache.step(last)
+    for number in (1, 2, 5, 8, 33, 257):
+        assert torch.equal(cache.step(last[:number], 1 + number % 3), whole[:number])
+    dense = torch.cat([cache.dense(row, begin) for row, begin, _ in last])
+    assert (whole - dense).abs().max() < tolerance(isa, kv)
+
+
 @pytest.mark.parametrize("permuted", [False, True])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_merge_quantizes_the_rows_as_the_quantize_op_does(

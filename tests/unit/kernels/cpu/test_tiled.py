@@ -166,8 +166,11 @@ def test_extreme_codes_do_not_saturate(isa, bits, symmetric):
 
 
 @pytest.mark.parametrize("mode", ["int8", "exact"])
-def test_zero_scales_and_dead_rows_give_zeros(isa, mode):
-    weight = quantized(20, 64, WeightScheme(4, 32))
+@pytest.mark.parametrize(
+    "scheme", [WeightScheme(4, 32), WeightScheme(8, 32, symmetric=False)], ids=str
+)
+def test_zero_scales_and_dead_rows_give_zeros(isa, mode, scheme):
+    weight = quantized(20, 64, scheme)
     weight.scales[3] = 0
     weight.scales[5, 1] = 0
     x = activations(6, 64)
@@ -177,6 +180,22 @@ def test_zero_scales_and_dead_rows_give_zeros(isa, mode):
     assert_near(out, x @ weight.dequantize().T, 0.02 if mode == "int8" else 1e-5)
     assert not out[:, 3].any()
     assert not out[2].any()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_extreme_scales_and_activations_stay_numbers(isa, bits):
+    """From the smallest to the largest float16 scale, and rows from 1e-30 to 1e30."""
+    weight = quantized(48, 40, WeightScheme(bits, 32))
+    weight.scales[0], weight.scales[1], weight.scales[2, 0] = 2.0**-24, 65504.0, 2.0**-24
+    x = activations(9, 40) * torch.logspace(-30, 30, 9)[:, None]
+    x[3, 7] = 1e30  # one that leaves nothing of its mates
+    out = tiled.run_linear(tiling.tile(weight), x, activations="int8")
+    assert out.isfinite().all()
+    expected = int8_reference(x, weight)
+    size = expected.abs().clamp(min=1e-37)
+    assert ((out - expected).abs() / size).max() < 1e-3
+    exact = tiled.run_linear(tiling.tile(weight), x, activations="exact")
+    assert_near(exact, x @ weight.dequantize().T)
 
 
 @pytest.mark.parametrize("mode", ["int8", "exact"])
