@@ -24,8 +24,9 @@ class RotaryTable:
             torch.arange(length, dtype=torch.float32), inverse_frequencies(rope, head_dim)
         )
         self.length = length
-        self.cos = (angles.cos() * rope.attention_factor).unsqueeze(1)  # [length, 1, dim / 2]
-        self.sin = (angles.sin() * rope.attention_factor).unsqueeze(1)
+        # In place: for long contexts the tables are large, and no third one is needed.
+        self.cos = angles.cos().mul_(rope.attention_factor).unsqueeze(1)  # [length, 1, dim / 2]
+        self.sin = angles.sin_().mul_(rope.attention_factor).unsqueeze(1)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin `[tokens, 1, dim / 2]` at `positions` int64 `[tokens]`."""
