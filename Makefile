@@ -1,6 +1,6 @@
 # The commands of a day's work. Each makes `.venv` with what it needs; the second time it is there.
 
-.PHONY: setup demo test test-browser test-contract lint format bench clean
+.PHONY: setup demo test test-browser test-contract test-native soak lint format bench clean
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3

@@ -1,5 +1,5 @@
 /* Peaks of one core that the kernels are measured against: arithmetic on registers only, and
-   reading memory. Compiled by kernels.py for the machine at hand. */
+   reading memory. Compiled by peaks.py for the machine at hand. */
 #include <immintrin.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -10,15 +10,18 @@
 #define WRITTEN                                                                             \
   "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9"
 
+#define RUN(op) \
+  for (int64_t i = 0; i < rounds; ++i) __asm__ volatile(REPEAT(op) ::: WRITTEN)
+
 /* Multiplications and additions per call. */
 double peak_fma(int64_t rounds) {
 #if defined(__AVX512F__)
 #define FMA(i) "vfmadd231ps %%zmm30, %%zmm31, %%zmm" #i "\n"
-  for (int64_t i = 0; i < rounds; ++i) __asm__ volatile(REPEAT(FMA) ::: WRITTEN);
+  RUN(FMA);
   return 2.0 * 16 * 10 * (double)rounds;
 #else
 #define FMA(i) "vfmadd231ps %%ymm14, %%ymm15, %%ymm" #i "\n"
-  for (int64_t i = 0; i < rounds; ++i) __asm__ volatile(REPEAT(FMA) ::: WRITTEN);
+  RUN(FMA);
   return 2.0 * 8 * 10 * (double)rounds;
 #endif
 }
@@ -27,11 +30,11 @@ double peak_fma(int64_t rounds) {
 double peak_int8(int64_t rounds) {
 #if defined(__AVX512VNNI__)
 #define DOT(i) "vpdpbusd %%zmm30, %%zmm31, %%zmm" #i "\n"
-  for (int64_t i = 0; i < rounds; ++i) __asm__ volatile(REPEAT(DOT) ::: WRITTEN);
+  RUN(DOT);
   return 2.0 * 64 * 10 * (double)rounds;
 #else
 #define DOT(i) "vpmaddwd %%ymm14, %%ymm15, %%ymm" #i "\n"
-  for (int64_t i = 0; i < rounds; ++i) __asm__ volatile(REPEAT(DOT) ::: WRITTEN);
+  RUN(DOT);
   return 2.0 * 16 * 10 * (double)rounds;
 #endif
 }

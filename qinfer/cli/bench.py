@@ -167,9 +167,11 @@ def _method_line(record: BenchRecord) -> str:
     line = (
         f"TTFT: {method['ttft']}; TPOT: {method['tpot']}; percentiles: {method['percentiles']}; "
         f"warm-up: {method['warmup']}; {method['sampling']}.\n"
-        f"Weights {memory.weights_bytes / 1e6:,.1f} MB, KV {memory.kv_bytes_per_token:,} B per "
-        f"token, at most {memory.kv_peak_bytes / 1e6:,.1f} MB of "
-        f"{memory.kv_allocated_bytes / 1e6:,.1f} MB in use; {where.cpu}, {where.threads} threads."
+        f"Weights {console.megabytes(memory.weights_bytes)}, "
+        f"KV {memory.kv_bytes_per_token:,} B per token, "
+        f"at most {console.megabytes(memory.kv_peak_bytes)} of "
+        f"{console.megabytes(memory.kv_allocated_bytes)} in use; "
+        f"{where.cpu}, {where.threads} threads."
     )
     if not all(row.ttft_seconds.p99_reliable for row in record.rows):
         line += "\n* fewer than 100 samples: hardly more than the slowest request."

@@ -135,6 +135,11 @@ def warn(text: str) -> None:
     err.print(Text(f"warning: {text}"), style="yellow", soft_wrap=not err.is_terminal)
 
 
+def megabytes(num_bytes: int) -> str:
+    """Return a size as it is shown: 1,234.5 MB."""
+    return f"{num_bytes / 1e6:,.1f} MB"
+
+
 def _stdout() -> Console:
     return out if out.is_terminal else Console(file=out.file, width=PIPE_WIDTH, highlight=False)
 

@@ -183,11 +183,9 @@ class Conversation:
         lines = self.figures.lines() if self.figures else ["there was no answer yet"]
         context = self.llm.core.limits.max_model_len
         used = stats.num_blocks - stats.free_blocks
-        weights, kv = memory.weights_bytes / 1e6, self.llm.config.kv_cache_dtype
+        weights, kv = console.megabytes(memory.weights_bytes), self.llm.config.kv_cache_dtype
         lines.append(f"conversation: {len(self.messages)} messages, context {context:,} tokens")
-        lines.append(
-            f"weights {weights:,.1f} MB, {kv} KV {memory.kv_bytes_per_token:,} B per token"
-        )
+        lines.append(f"weights {weights}, {kv} KV {memory.kv_bytes_per_token:,} B per token")
         lines.append(f"cache: {used} of {stats.num_blocks} blocks in use")
         console.remark("\n".join(lines))
 

@@ -192,8 +192,8 @@ def _summary(report: dict[str, Any]) -> dict[str, str]:
     else:
         lines["not runnable"] = report["refusal"]
     lines["parameters"] = f"{report['parameters']:,}"
-    lines["weights"] = f"{report['bytes'] / 1e6:,.1f} MB, " + ", ".join(
-        f"{size / 1e6:,.1f} MB {dtype}" for dtype, size in report["dtypes"].items()
+    lines["weights"] = f"{console.megabytes(report['bytes'])}, " + ", ".join(
+        f"{console.megabytes(size)} {dtype}" for dtype, size in report["dtypes"].items()
     )
     lines["quantization"] = _quantization(report["quantization"])
     lines["kv cache"] = _kv_cache(report)

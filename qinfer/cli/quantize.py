@@ -186,7 +186,8 @@ def _show_result(report: QuantReport) -> None:
     console.show(f"mean error {report.mean_error:.5f}; {_effort(report)}")
     console.show(_sizes(report, "written"))
     console.show(
-        f"{report.out} in {report.seconds:.1f} s, peak memory {_megabytes(report.peak_rss_bytes)}"
+        f"{report.out} in {report.seconds:.1f} s, "
+        f"peak memory {console.megabytes(report.peak_rss_bytes)}"
     )
 
 
@@ -220,11 +221,12 @@ def _effort(report: QuantReport) -> str:
 def _sizes(report: QuantReport, verb: str) -> str:
     sizes = report.sizes
     line = (
-        f"{_megabytes(sizes.source_bytes)} before, {_megabytes(sizes.output_bytes)} {verb} "
+        f"{console.megabytes(sizes.source_bytes)} before, "
+        f"{console.megabytes(sizes.output_bytes)} {verb} "
         f"({sizes.output_bytes / sizes.source_bytes:.0%})"
     )
     if sizes.skip_cost_bytes:
-        line += f"; shapes that do not fit cost {_megabytes(sizes.skip_cost_bytes)}"
+        line += f"; shapes that do not fit cost {console.megabytes(sizes.skip_cost_bytes)}"
     return line
 
 
@@ -237,7 +239,3 @@ def _cell(row: ModuleRow) -> str:
     if row.error is None:
         return "-"
     return f"{row.error:.5f}{' R' if row.fallback else ''}"
-
-
-def _megabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.1f} MB"

@@ -13,7 +13,7 @@ from qinfer import __version__
 from qinfer.cli import console
 from qinfer.cli.loading import load_llm
 from qinfer.cli.options import EngineOptions, chat_template_option, engine_options, model_argument
-from qinfer.cli.serve_plan import describe_defaults, show_plan
+from qinfer.cli.serve_plan import describe_defaults, engine_limits, show_plan
 from qinfer.cli.server_options import ServerOptions, server_options
 from qinfer.engine.aio import AsyncEngine
 from qinfer.engine.llm import LLM
@@ -145,7 +145,7 @@ def _serve(llm: LLM, names: tuple[str, ...], server: ServerOptions, door: _Door)
         max_model_len=llm.core.limits.max_model_len,
         max_body_bytes=server.max_body_bytes,
         tool_call_parser=server.tool_call_parser,
-        operations=door.operations.with_engine(memory=_memory(llm), limits=_limits(llm)),
+        operations=door.operations.with_engine(memory=_memory(llm), limits=engine_limits(llm)),
     )
     engine = AsyncEngine(llm.core, max_requests=server.max_concurrent_requests)
     app = create_app(engine, llm.tokenizer, settings)
@@ -189,17 +189,8 @@ def _memory(llm: LLM) -> dict[str, int]:
     return {
         "weights_bytes": memory.weights_bytes,
         "kv_cache_bytes": memory.kv_allocated_bytes,
+        "draft_bytes": memory.draft_bytes,
         "activation_bytes": memory.activation_bytes,
-    }
-
-
-def _limits(llm: LLM) -> dict[str, int]:
-    config = llm.config
-    return {
-        "kv_capacity_tokens": llm.memory().kv_capacity_tokens,
-        "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
-        "max_num_mixed_tokens": config.max_num_mixed_tokens,
     }
 
 

@@ -16,13 +16,13 @@ PLAN_VERSION = 1
 
 def serve_plan(model: str, llm: LLM) -> dict[str, Any]:
     """Return what --dry-run shows, as JSON data: kernels, memory in bytes, limits."""
-    memory, config = llm.memory(), llm.config
+    memory = llm.memory()
     context = llm.core.limits.max_model_len
     return {
         "kind": "serve_plan",
         "format_version": PLAN_VERSION,
         "model": model,
-        "config": asdict(config),
+        "config": asdict(llm.config),
         "kernels": [
             asdict(row) | {"refusals": [list(pair) for pair in row.refusals]}
             for row in llm.kernels()
@@ -31,12 +31,20 @@ def serve_plan(model: str, llm: LLM) -> dict[str, Any]:
         "sampling_defaults": asdict(llm.core.limits.defaults),
         "limits": {
             "max_model_len": context,
-            "kv_capacity_tokens": memory.kv_capacity_tokens,
             "full_length_sequences": memory.kv_capacity_tokens // context,
-            "max_num_seqs": config.max_num_seqs,
-            "max_num_batched_tokens": config.max_num_batched_tokens,
-            "max_num_mixed_tokens": config.max_num_mixed_tokens,
+            **engine_limits(llm),
         },
+    }
+
+
+def engine_limits(llm: LLM) -> dict[str, int]:
+    """Return what the engine takes on at most, by name."""
+    config = llm.config
+    return {
+        "kv_capacity_tokens": llm.memory().kv_capacity_tokens,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_num_mixed_tokens": config.max_num_mixed_tokens,
     }
 
 
@@ -60,14 +68,16 @@ def show_plan(model: str, llm: LLM, *, as_json: bool) -> None:
         )
     )
     memory, limits, config = plan["memory"], plan["limits"], llm.config
+    draft = memory["draft_bytes"]
     sizes = [
-        ("weights, resident", megabytes(memory["weights_bytes"])),
+        ("weights, resident", console.megabytes(memory["weights_bytes"])),
         *_weights(memory["weights"]),
-        ("weights, on disk", megabytes(memory["checkpoint_bytes"])),
-        ("KV cache", megabytes(memory["kv_allocated_bytes"])),
+        ("weights, on disk", console.megabytes(memory["checkpoint_bytes"])),
+        ("KV cache", console.megabytes(memory["kv_allocated_bytes"])),
         (f"KV per token ({config.kv_cache_dtype})", f"{memory['kv_bytes_per_token']:,} B"),
-        ("activations of a full step, predicted", megabytes(memory["activation_bytes"])),
-        ("peak of this process so far", megabytes(memory["peak_rss_bytes"])),
+        *([("draft model and its cache", console.megabytes(draft))] if draft else []),
+        ("activations of a full step, predicted", console.megabytes(memory["activation_bytes"])),
+        ("peak of this process so far", console.megabytes(memory["peak_rss_bytes"])),
     ]
     console.show(console.table("Memory", ["what", "size"], [list(row) for row in sizes]))
     bounds = [
@@ -85,7 +95,7 @@ def _weights(weights: dict[str, int | None]) -> list[tuple[str, str]]:
     """Return one row per part of the weights; a tied part shares another's memory and has none."""
     parts = [(name, weights[name]) for name in ("layers", "embedding", "head")]
     parts.append(("of all, in huge pages", weights["huge_pages"]))
-    return [(f"  {name}", megabytes(size)) for name, size in parts if size]
+    return [(f"  {name}", console.megabytes(size)) for name, size in parts if size]
 
 
 def _kind(layer: str) -> str:
@@ -95,11 +105,6 @@ def _kind(layer: str) -> str:
 
 def _reasons(refusals: list[list[str]]) -> str:
     return "; ".join(f"{name}: {reason}" for name, reason in refusals) or "none"
-
-
-def megabytes(num_bytes: int) -> str:
-    """Return a size as it is shown."""
-    return f"{num_bytes / 1e6:,.1f} MB"
 
 
 def describe_defaults(defaults: SamplingDefaults) -> str:

@@ -6,14 +6,12 @@ one bad request never hurts another. Torch-free.
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from qinfer.engine.params import SamplingDefaults, SamplingParams
 from qinfer.engine.request import Request
 from qinfer.errors import ConfigError, ContextLengthError, RequestError
-
-_GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,11 +193,8 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> SamplingDefaults:
     Raises:
         ConfigError: a value is out of range.
     """
-    values = {
-        name: generation_config[name]
-        for name in _GENERATION_FIELDS
-        if generation_config.get(name) is not None
-    }
+    names = [entry.name for entry in fields(SamplingDefaults)]
+    values = {name: value for name in names if (value := generation_config.get(name)) is not None}
     try:
         SamplingParams(**values)
     except RequestError as error:

@@ -167,7 +167,7 @@ class AsyncEngine:
                 yield await stream.take()
         finally:
             if stream.unfinished:
-                self._leave(stream)
+                self._drop_all(stream, "abort", None)
 
     def prepare(self, params: Params) -> None:
         """Do what takes long for a request before it is opened; any thread may call.
@@ -182,9 +182,7 @@ class AsyncEngine:
         """End an open request at the next step; its stream ends with `abort`."""
         key = self._keys.get(request_id)
         if key is not None:
-            lane = self._lanes[key]
-            self._tell_abort(lane)
-            self._end(lane, "abort", None)
+            self._drop(self._lanes[key], "abort", None)
 
     def abort_all(self) -> None:
         """End every open request at the next step; their streams end with `abort`."""
@@ -202,7 +200,7 @@ class AsyncEngine:
             return 1
         running_seconds = max(total.total - queued.total, 0.0) / total.count
         stats = self.stats()
-        waiting = max(stats.waiting, len(self._lanes) - stats.running, 1)
+        waiting = max(stats.waiting, self.num_open - stats.running, 1)
         seconds = running_seconds * waiting / max(stats.running, 1)
         return min(max(math.ceil(seconds), 1), MAX_RETRY_SECONDS)
 
@@ -211,15 +209,16 @@ class AsyncEngine:
     ) -> Stream:
         """Check requests, pass them to the engine thread, and return their stream."""
         if not self.healthy:
-            raise QinferError(f"the engine is not running: {self._failure or 'it was not started'}")
+            state = "it was not started" if self._thread is None else "it has stopped"
+            raise QinferError(f"the engine is not running: {self._failure or state}")
         for request_id in prompts:
             if request_id in self._keys:
                 raise RequestError(
                     f"request id {request_id!r} is already in use", field="request_id"
                 )
-        if len(self._lanes) + len(prompts) > self.max_requests:
+        if self.num_open + len(prompts) > self.max_requests:
             raise OverloadedError(
-                f"{len(self._lanes)} requests are open and the limit is {self.max_requests}; "
+                f"{self.num_open} requests are open and the limit is {self.max_requests}; "
                 "try again later",
                 retry_after=self.retry_after(),
             )
@@ -243,15 +242,15 @@ class AsyncEngine:
             key = f"{request_id}~{next(self._serial)}"
         return key
 
-    def _leave(self, stream: Stream) -> None:
-        """Abort what is left of a stream that nobody reads any more."""
+    def _drop_all(self, stream: Stream, reason: FinishReason, error: str | None) -> None:
+        """End what is left of a stream, here and in the engine."""
         for lane in [lane for lane in self._lanes.values() if lane.stream is stream]:
-            self._tell_abort(lane)
-            self._end(lane, "abort", None)
+            self._drop(lane, reason, error)
 
-    def _tell_abort(self, lane: Lane) -> None:
+    def _drop(self, lane: Lane, reason: FinishReason, error: str | None) -> None:
         self._leaving.add(lane.key)
         self._inbox.put(_Abort(lane.key))
+        self._end(lane, reason, error)
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         """Work until told to stop: the engine thread."""
@@ -303,17 +302,9 @@ class AsyncEngine:
         if event.finish_reason is not None:
             self._close(lane, event, now)
         elif lane.stream.num_unread > MAX_UNREAD_EVENTS * lane.stream.unfinished:
-            self._drop_slow(lane.stream)
-
-    def _drop_slow(self, stream: Stream) -> None:
-        """End the requests of a reader that does not keep up, before it costs more memory."""
-        for lane in [lane for lane in self._lanes.values() if lane.stream is stream]:
-            self._tell_abort(lane)
-            self._end(
-                lane,
-                "error",
-                f"the client reads too slowly: {stream.num_unread} events are waiting for it",
-            )
+            # Before a reader that does not keep up costs more memory.
+            unread = f"{lane.stream.num_unread} events are waiting for it"
+            self._drop_all(lane.stream, "error", f"the client reads too slowly: {unread}")
 
     def _close(self, lane: Lane, event: TokenEvent, now: float, *, ran: bool = True) -> None:
         """Take a sequence off the books, and its lane if it was the last.

@@ -24,7 +24,6 @@ from qinfer.engine.runner import ModelRunner
 from qinfer.engine.sampler import Sampler
 from qinfer.engine.scheduler import Batch, Scheduler
 from qinfer.engine.speculation import Speculator, Verdict, judge
-from qinfer.engine.static import StaticScheduler
 from qinfer.errors import RequestError
 from qinfer.kvcache.inputs import ModelOutput
 
@@ -216,11 +215,6 @@ class EngineCore:
     def _check_capacity(self, num_slots: int, params: SamplingParams | BeamParams) -> None:
         """Refuse what could never fit; the beams of a search must be in the cache together."""
         beams = params.beam_width if isinstance(params, BeamParams) else 1
-        if beams > 1 and isinstance(self.scheduler, StaticScheduler):
-            raise RequestError(
-                "beam search needs batching=continuous: a static batch does not grow",
-                field="beam_width",
-            )
         self.scheduler.check_capacity(num_slots, num_sequences=beams)
 
     def _add(self, job: _Job) -> None:

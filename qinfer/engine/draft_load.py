@@ -31,13 +31,11 @@ class DraftModel:
     """A draft model that was opened and fits the target; its weights are not read yet.
 
     Args:
-        path: its files.
-        checkpoint: the same, opened.
+        checkpoint: its files, opened.
         model_config: its facts.
         config: the engine's settings, resolved for it.
     """
 
-    path: Path
     checkpoint: Checkpoint
     model_config: ModelConfig
     config: EngineConfig
@@ -51,18 +49,22 @@ class DraftModel:
         config = self.config
         decoder = load_model(
             self.checkpoint,
-            LoadOptions(
-                dtype=config.dtype,
-                device=config.device,
-                max_positions=config.max_model_len,
-                threads=config.threads or 1,
-                activations=config.activations,
-                lm_head=config.lm_head,
-            ),
+            load_options(config),
         )
-        return LoadedDraft(
-            self, decoder, cache_layout(self.model_config, config), step_memory(decoder, config)
-        )
+        layout = cache_layout(self.model_config, config)
+        return LoadedDraft(decoder, layout, step_memory(decoder, config))
+
+
+def load_options(config: EngineConfig) -> LoadOptions:
+    """Return how a model is loaded, target or draft, with resolved settings."""
+    return LoadOptions(
+        dtype=config.dtype,
+        device=config.device,
+        max_positions=config.max_model_len,
+        threads=config.threads or 1,
+        activations=config.activations,
+        lm_head=config.lm_head,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +72,11 @@ class LoadedDraft:
     """A draft model with its weights.
 
     Args:
-        model: where it came from.
         decoder: its layers.
         layout: of its cache.
         step_bytes: predicted memory of its largest step.
     """
 
-    model: DraftModel
     decoder: CausalLM
     layout: KVLayout
     step_bytes: int
@@ -116,7 +116,7 @@ def open_draft(
         has_cuda=config.device == "cuda",
         num_cores=config.threads or 1,
     )
-    return DraftModel(path, checkpoint, model_config, resolved)
+    return DraftModel(checkpoint, model_config, resolved)
 
 
 def make_speculator(

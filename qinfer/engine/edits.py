@@ -76,11 +76,14 @@ class LogitEditor:
             self._history.update(self._request.tokens, self._request.num_prompt)
             ids, counts = self._history.view()
         num_seen = len(ids)
-        extra = np.fromiter(self._biases.keys() | forbidden, np.int64)
-        ids = np.concatenate([ids, extra[~np.isin(extra, ids)]])
+        named = self._biases.keys() | forbidden
+        if named:  # seldom, and to search a long history takes longer than to penalize it
+            extra = np.fromiter(named, np.int64)
+            ids = np.concatenate([ids, extra[~np.isin(extra, ids)]])
         values = logits[ids]
         self._add_biases(ids, values)
-        values[np.isin(ids, np.fromiter(forbidden, np.int64))] = -np.inf
+        if forbidden:
+            values[np.isin(ids, np.fromiter(forbidden, np.int64))] = -np.inf
         if self._penalized:
             penalize(values[:num_seen], counts, self._request.params)
         return Edits(ids, values)

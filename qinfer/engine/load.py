@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,13 @@ from qinfer.engine.admission import Limits, eos_ids, sampling_defaults
 from qinfer.engine.blocks import BlockManager
 from qinfer.engine.config import NGRAM, EngineConfig, resolve
 from qinfer.engine.core import EngineCore
-from qinfer.engine.draft_load import DraftModel, LoadedDraft, make_speculator, open_draft
+from qinfer.engine.draft_load import (
+    DraftModel,
+    LoadedDraft,
+    load_options,
+    make_speculator,
+    open_draft,
+)
 from qinfer.engine.memory import (
     DeviceMemory,
     cache_layout,
@@ -33,7 +39,7 @@ from qinfer.kernels.spec import KERNEL_DEVICES
 from qinfer.kvcache.pool import KVPool
 from qinfer.models.causal_lm import CausalLM
 from qinfer.models.config import ModelConfig
-from qinfer.models.native_load import LoadOptions, load_model
+from qinfer.models.native_load import load_model
 from qinfer.models.tokenizer import Tokenizer, load_tokenizer
 
 _log = logging.getLogger(__name__)
@@ -115,15 +121,7 @@ def load_engine(model: str | Path, config: EngineConfig, source: Source) -> Engi
     check_weights_fit(resolved, total_bytes, _device_memory(resolved))
     decoder = load_model(
         checkpoint,
-        LoadOptions(
-            dtype=resolved.dtype,
-            device=resolved.device,
-            max_positions=resolved.max_model_len,
-            threads=resolved.threads or 1,
-            activations=resolved.activations,
-            lm_head=resolved.lm_head,
-            progress=source.on_load,
-        ),
+        replace(load_options(resolved), progress=source.on_load),
     )
     _set_threads(resolved, decoder)
     layout = cache_layout(model_config, resolved)

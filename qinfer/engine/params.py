@@ -2,8 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass, fields, replace
 
 from qinfer.errors import RequestError
 
@@ -16,8 +15,6 @@ MAX_BAD_WORDS = 256
 MAX_CHOICES = 1024
 MAX_STRUCTURE_CHARS = 64 * 1024
 _INT64_MAX = 2**63 - 1
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,15 +185,8 @@ class SamplingDefaults:
 
     def apply(self, params: SamplingParams) -> SamplingParams:
         """Return `params` with every unset field filled in."""
-        return replace(
-            params,
-            temperature=_default(params.temperature, self.temperature),
-            top_k=_default(params.top_k, self.top_k),
-            top_p=_default(params.top_p, self.top_p),
-            min_p=_default(params.min_p, self.min_p),
-            typical_p=_default(params.typical_p, self.typical_p),
-            repetition_penalty=_default(params.repetition_penalty, self.repetition_penalty),
-        )
+        names = [entry.name for entry in fields(self) if getattr(params, entry.name) is None]
+        return replace(params, **{name: getattr(self, name) for name in names})
 
 
 def _as_schema(schema: object) -> str:
@@ -300,7 +290,3 @@ def _check_integer(name: str, value: object, low: int, high: int) -> None:
         raise RequestError(f"{name} must be an integer, not {value!r}", field=name)
     if not low <= value <= high:
         raise RequestError(f"{name} is {value}; it must be from {low} to {high}", field=name)
-
-
-def _default(value: T | None, fallback: T) -> T:
-    return fallback if value is None else value

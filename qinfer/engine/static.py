@@ -11,7 +11,7 @@ from dataclasses import replace
 from qinfer.engine.blocks import BlockManager
 from qinfer.engine.request import FinishReason, Request, RequestStatus
 from qinfer.engine.scheduler import Batch, Budget, Scheduler, has_more_than_one_token_left
-from qinfer.errors import CapacityError, ConfigError
+from qinfer.errors import CapacityError, ConfigError, RequestError
 
 
 class StaticScheduler(Scheduler):
@@ -52,12 +52,15 @@ class StaticScheduler(Scheduler):
         """Refuse what could never run, however empty the pool.
 
         Raises:
-            CapacityError: `num_slots` tokens exceed the whole pool, or there are several sequences,
-                which need forks.
+            RequestError: there are several sequences, which need forks.
+            CapacityError: `num_slots` tokens exceed the whole pool.
         """
-        super().check_capacity(num_slots, num_sequences=num_sequences)
         if num_sequences > 1:
-            raise CapacityError("beams cannot run in a static batch; use batching=continuous")
+            raise RequestError(
+                "beam search needs batching=continuous: a static batch does not grow",
+                field="beam_width",
+            )
+        super().check_capacity(num_slots, num_sequences=num_sequences)
 
     def fork(self, parent: Request, child: Request) -> None:
         """Refuse: a static batch does not grow.

@@ -60,8 +60,7 @@ class StepIndex:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, nearly all of them those of the block tables."""
-        lists = (self.token_ids, self.positions, self.slots, self.seq_lens, self.query_starts)
-        return sum(t.nbytes for t in (self.block_tables, self.logit_rows, *lists))
+        return sum(array.nbytes for array in self._lists)
 
     def load(self, inputs: ModelInputs, max_context: int) -> None:
         """Take over the index tensors of a step.

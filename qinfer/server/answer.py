@@ -43,9 +43,8 @@ async def answer_whole(service: Service, job: Job, writer: WholeWriter) -> Respo
         QinferError: the engine refused the job or could not finish it.
     """
     choices = await collect(run(service.engine, job), job.num_sequences)
-    n = job.num_samples
     counts = [choice.usage for choice in choices if choice.usage is not None]
-    usage = total_usage(counts[start : start + n] for start in range(0, len(counts), n))
+    usage = total_usage(counts, job.num_samples)
     shown = best(choices, job)
 
     # Log-probabilities may be megabytes, and their texts are looked up one by one.

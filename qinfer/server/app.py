@@ -22,7 +22,7 @@ from qinfer.server.completions import complete
 from qinfer.server.errors import install_error_handlers
 from qinfer.server.generation import unless_disconnected
 from qinfer.server.limits import BodyLimit
-from qinfer.server.observer import record_of
+from qinfer.server.observer import CLIENT_CLOSED_REQUEST, record_of
 from qinfer.server.openapi import document
 from qinfer.server.operations import add_operations
 from qinfer.server.page import add_page
@@ -43,7 +43,6 @@ from qinfer.server.service import ServerSettings, Service
 from qinfer.server.tokenization import detokenize, tokenize
 from qinfer.server.unsupported import add_unsupported_routes
 
-CLIENT_CLOSED_REQUEST = 499  # nginx's status; only logs see it, for the client is gone
 _EVENT: Final = {
     "description": "One server-sent event.",
     "type": "object",
@@ -115,7 +114,9 @@ POSTS: Final = (
 class Application(FastAPI):
     """FastAPI with a document that is true, and no page that loads anything from elsewhere."""
 
-    def __init__(self, bodies: Mapping[str, type[BaseModel]], needs_key: bool, **options: Any):  # noqa: FBT001 - named below
+    def __init__(
+        self, *, bodies: Mapping[str, type[BaseModel]], needs_key: bool, **options: Any
+    ) -> None:
         super().__init__(docs_url=None, redoc_url=None, redirect_slashes=False, **options)
         self._bodies = bodies
         self._needs_key = needs_key

@@ -19,12 +19,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from qinfer.errors import ConfigError
 from qinfer.server.errors import CLIENT_ERROR, error_body
 from qinfer.server.observer import record_of
+from qinfer.server.page import ASSET_PREFIX
 
 SHORT_KEY_CHARS = 16  # keys below are accepted, with a warning: they can be guessed
 # What load balancers and browsers ask for before anybody could have given them a key. The page
 # holds no data; all that it shows comes from routes that want one.
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/"})
-OPEN_PREFIX: Final = "/web/"
 
 _KEY = re.compile(r"[\x21-\x7e]+")
 _NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
@@ -83,7 +83,7 @@ def parse_keys(lines: Iterable[str], source: str) -> KeyRing:
         keys[entry.digest] = entry
         names.add(entry.name)
     if not keys:
-        raise ConfigError(f"{source} holds no API key; write one a line, or leave the option out")
+        raise ConfigError(f"{source} holds no API key; write at least one, or leave it out")
     return KeyRing(tuple(keys.values()))
 
 
@@ -151,7 +151,7 @@ def is_open(scope: Scope) -> bool:
     """Tell whether a path needs no key."""
     path: str = scope["path"]
     return scope["type"] == "http" and (
-        path in OPEN_PATHS or (path.startswith(OPEN_PREFIX) and ".." not in path)
+        path in OPEN_PATHS or (path.startswith(ASSET_PREFIX) and ".." not in path)
     )
 
 

@@ -83,9 +83,8 @@ class ChunkStream:
         if not self.include_usage:
             return DONE
         ordered = [self._counts[index] for index in sorted(self._counts)]
-        n = self.num_choices
-        groups = [ordered[start : start + n] for start in range(0, len(ordered), n)]
-        return sse(self.writer.usage(total_usage(groups)).model_dump_json()) + DONE
+        usage = total_usage(ordered, self.num_choices)
+        return sse(self.writer.usage(usage).model_dump_json()) + DONE
 
     def error(self, error: Exception) -> bytes:
         """Return the error and the end."""

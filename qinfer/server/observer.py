@@ -18,6 +18,7 @@ from qinfer.engine.latency import SequenceTimes
 from qinfer.engine.request import TokenEvent
 from qinfer.server.errors import error_response
 from qinfer.server.jsonlog import JsonLog
+from qinfer.server.request_ids import request_id
 
 _log = logging.getLogger(__name__)
 
@@ -196,7 +197,7 @@ class Observer:
 def _new_record(scope: Scope) -> RequestRecord:
     client = scope.get("client")
     return RequestRecord(
-        request_id=scope.get("state", {}).get("request_id") or uuid.uuid4().hex,
+        request_id=request_id(scope) or uuid.uuid4().hex,
         method=scope["method"],
         path=scope["path"],
         client=f"{client[0]}:{client[1]}" if client else None,

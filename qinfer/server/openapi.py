@@ -13,6 +13,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from qinfer.server.auth import OPEN_PATHS
 from qinfer.server.errors import ErrorResponse
 from qinfer.server.request_ids import HEADER
 
@@ -82,7 +83,7 @@ def _complete(
         )
     for response in responses.values():
         response["headers"] = response.get("headers", {}) | _HEADERS
-    if needs_key and path not in ("/health", "/ready"):
+    if needs_key and path not in OPEN_PATHS:
         operation["security"] = [{"key": []}]
 
 

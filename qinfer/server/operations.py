@@ -18,6 +18,7 @@ from qinfer.server.auth import RequireKey
 from qinfer.server.lifecycle import Gate, Lifecycle
 from qinfer.server.metrics import make_registry
 from qinfer.server.observer import HttpCounts, Observer
+from qinfer.server.request_ids import HEADER
 from qinfer.server.service import Service
 from qinfer.server.stats import Stats, live_stats
 
@@ -57,7 +58,7 @@ def add_operations(app: FastAPI, service: Service) -> Lifecycle:
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=[HEADER, "Retry-After"],
             # Keys travel in a header that the page sets itself; cookies are never needed, and
             # without them a wildcard origin gives nobody's rights away.
             allow_credentials=False,

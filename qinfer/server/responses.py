@@ -1,6 +1,6 @@
 """What clients receive: OpenAI's response bodies. Fields beside OpenAI's are absent when unused."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
@@ -182,13 +182,17 @@ class DetokenizeResponse(BaseModel):
     prompt: str
 
 
-def total_usage(per_prompt: Iterable[Sequence[TokenCounts]]) -> Usage:
-    """Add up the counts of a request: for each prompt, those of its n sequences."""
-    prompt = completion = cached = 0
-    for sequences in per_prompt:
-        prompt += sequences[0].prompt_tokens
-        cached += sequences[0].cached_tokens
-        completion += sum(counts.completion_tokens for counts in sequences)
+def total_usage(counts: Sequence[TokenCounts], num_samples: int = 1) -> Usage:
+    """Add up the counts of a request's sequences.
+
+    Args:
+        counts: prompt by prompt.
+        num_samples: sequences of each prompt, which itself counts once.
+    """
+    firsts = counts[::num_samples]
+    prompt = sum(first.prompt_tokens for first in firsts)
+    cached = sum(first.cached_tokens for first in firsts)
+    completion = sum(each.completion_tokens for each in counts)
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=completion,

@@ -97,7 +97,7 @@ class ResponseWriter:
         status = _status(None if last is None else last.finish_reason)
         usage = None
         if last is not None and last.usage is not None:
-            usage = response_usage(total_usage([[last.usage]]))
+            usage = response_usage(total_usage([last.usage]))
         item = self._message(status, text)
         return (
             self._part_event("response.output_text.done", text=text, logprobs=[])

@@ -193,7 +193,7 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
 
     def close(self) -> None:
-        """End the encoding thread."""
+        """End the encoding threads."""
         self._encoder.shutdown(wait=False, cancel_futures=True)
 
     def _prompt_ids(self, prompt: str | TokenIds, add_special_tokens: bool) -> TokenIds:  # noqa: FBT001 - forwards a keyword

@@ -19,7 +19,7 @@ class OperationSettings:
         request_log: gets a line for every request; None = no log.
         audit_log: gets starts, stops, failures and refused keys; None = no log.
         log_prompts: write what clients send into the request log.
-        max_concurrent_requests: requests that are answered at once; more get 503.
+        max_concurrent_requests: requests that are answered at once; more get 429.
         memory: sizes in bytes by name, for metrics and the live view.
         limits: further limits by name, for the live view.
     """

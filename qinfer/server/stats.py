@@ -1,7 +1,7 @@
 """GET /v1/qinfer/stats: the numbers behind the page's live view, in one cheap read."""
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from pydantic import BaseModel
@@ -9,6 +9,8 @@ from pydantic import BaseModel
 from qinfer import __version__
 from qinfer.engine.host import peak_rss
 from qinfer.engine.latency import Histogram
+from qinfer.engine.metrics import EngineStats
+from qinfer.engine.request import FinishReason
 from qinfer.server.lifecycle import Lifecycle, State
 from qinfer.server.service import Service
 
@@ -21,29 +23,15 @@ class HistogramStats(BaseModel):
     sum: float
 
 
-class EngineNumbers(BaseModel):
+@dataclass(frozen=True, slots=True)
+class EngineNumbers(EngineStats):
     """The engine now, and its totals; what each is stands in `engine.metrics.EngineStats`.
 
     `ended` counts every sequence once, those that failed with the engine too; `finished` those
     that the engine itself brought to an end.
     """
 
-    running: int
-    waiting: int
-    num_blocks: int
-    free_blocks: int
-    preemptions: int
-    prefix_query_tokens: int
-    prefix_hit_tokens: int
-    shared_tokens: int
-    computed_tokens: int
-    draft_tokens: int
-    accepted_draft_tokens: int
-    padding_tokens: int
-    prompt_tokens: int
-    generation_tokens: int
-    finished: dict[str, int]
-    ended: dict[str, int]
+    ended: dict[FinishReason, int]
     generation_tokens_per_second: float
 
 
@@ -90,12 +78,10 @@ def live_stats(service: Service, lifecycle: Lifecycle) -> Stats:
             models=list(service.settings.served_model_names),
             requests_in_work=lifecycle.in_work,
         ),
-        engine=EngineNumbers.model_validate(
-            asdict(service.engine.stats())
-            | {
-                "ended": {**latencies.ended},
-                "generation_tokens_per_second": lifecycle.rate(),
-            }
+        engine=EngineNumbers(
+            **asdict(service.engine.stats()),
+            ended={**latencies.ended},
+            generation_tokens_per_second=lifecycle.rate(),
         ),
         ttft=_histogram(latencies.ttft),
         tpot=_histogram(latencies.time_per_token),

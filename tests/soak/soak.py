@@ -358,6 +358,8 @@ async def compare_statuses(port: int, seen: Seen) -> list[str]:
         found = re.search(r'status="(\d+)"', labels)
         if found and "completions" in labels:
             counted[found[1]] += int(float(value))
+    if not counted:
+        return ["the server counted no answers"]
     # Who left may have been answered, or refused, unseen.
     return [
         f"{seen.statuses[status]} answers with status {status} came, the server counted {count}"

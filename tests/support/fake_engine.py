@@ -4,6 +4,7 @@ The fake runner writes token ids to slots and reads each sequence back through i
 a wrong block, a lost token or a stale one changes the answer.
 """
 
+import random
 from collections.abc import Sequence
 
 import torch
@@ -90,6 +91,22 @@ class FakeRunner:
         blocks = inputs.block_tables[sequence, places // BLOCK_SIZE]
         tokens: list[int] = self.cache[blocks * BLOCK_SIZE + places % BLOCK_SIZE].tolist()
         return tokens
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    """Return tokens of a prompt that the fake model takes."""
+    return random.Random(seed).choices(range(60), k=length)
+
+
+class Ticks:
+    """A clock on which every step takes the same time, so that drafting always pays."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
 
 
 def make_core(

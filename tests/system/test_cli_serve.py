@@ -9,6 +9,7 @@ import socket
 import httpx
 import pytest
 from click.testing import CliRunner
+from fastapi.testclient import TestClient
 from support.checkpoints import edit_json
 from support.server_process import DEADLINE_SECONDS, serving
 
@@ -56,6 +57,21 @@ def test_dry_run_shows_kernels_memory_and_limits(script_model):
     assert result.exit_code == 0
     for text in ("Kernels", "attention", "Memory", "  head", "Limits", "64 tokens", "int8"):
         assert text in result.stdout
+
+
+def test_the_memory_of_a_draft_model_is_shown(script_model, monkeypatch):
+    drafted = ("--speculative", script_model)
+    assert "draft model and its cache" in run(script_model, "--dry-run", *drafted).stdout
+    assert "draft model" not in run(script_model, "--dry-run").stdout
+    plan = json.loads(run(script_model, "--dry-run", "--json", *drafted).stdout)
+    seen = {}
+
+    def look(app, sock, settings, *, on_ready):
+        seen.update(TestClient(app).get("/v1/qinfer/stats").json()["memory"])
+
+    monkeypatch.setattr("qinfer.cli.serve.serve", look)
+    assert run(script_model, "--port", 0, *drafted).exit_code == 0
+    assert seen["draft_bytes"] == plan["memory"]["draft_bytes"] > seen["weights_bytes"]
 
 
 def test_dry_run_as_json(script_model):

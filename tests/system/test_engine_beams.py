@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from support.beams import search_with_transformers
 from support.checkpoints import load_oracle, write_tiny
 from support.tokenizers import EOS, IM_END
 
@@ -20,27 +20,6 @@ def open_llm(model: Path, **options: Any) -> LLM:
 
 def prompt_of(seed: int, length: int) -> list[int]:
     return random.Random(seed).choices(range(256), k=length)
-
-
-def oracle(model: Path, prompt: list[int], params: BeamParams) -> list[tuple[list[int], float]]:
-    result = load_oracle(model).generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-        num_beams=params.beam_width,
-        num_return_sequences=params.num_return_sequences,
-        max_new_tokens=params.max_tokens,
-        length_penalty=params.length_penalty,
-        early_stopping=params.early_stopping,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_scores=True,
-    )
-    found = []
-    for row, score in zip(result.sequences.tolist(), result.sequences_scores.tolist(), strict=True):
-        tokens = row[len(prompt) :]
-        ends = [at for at, token in enumerate(tokens) if token in {EOS, IM_END}]
-        found.append((tokens[: ends[0] + 1] if ends else tokens, score))
-    return found
 
 
 @pytest.mark.parametrize(
@@ -61,8 +40,9 @@ def test_sequences_and_scores_are_those_of_transformers(
         results = llm.beam_search([{"prompt_token_ids": prompt} for prompt in prompts], params)
         llm.core.check_integrity()
         assert llm.core.scheduler.blocks.num_used == 0
+    oracle = load_oracle(model)
     for prompt, result in zip(prompts, results, strict=True):
-        wanted = oracle(model, prompt, params)
+        wanted = search_with_transformers(oracle, prompt, params, {EOS, IM_END})
         assert [output.token_ids for output in result.outputs] == [tokens for tokens, _ in wanted]
         for output, (_, score) in zip(result.outputs, wanted, strict=True):
             assert output.score == pytest.approx(score, abs=1e-3)

@@ -15,6 +15,7 @@ import torch
 from qinfer.errors import ConfigError
 from qinfer.formats.weight import QuantizedWeight
 from qinfer.kernels.cpu import native
+from qinfer.kernels.cpu.arena import ALIGNMENT
 from qinfer.kernels.cpu.tiled import (
     CODE_KINDS,
     DENSE_DTYPES,
@@ -28,7 +29,6 @@ from qinfer.kernels.cpu.tiled import (
 )
 from qinfer.kernels.spec import LinearSpec
 
-_ALIGNMENT = 64
 _PIECE_ELEMENTS = 1 << 18  # of a weight
 _WAITING_PIECES = 2  # that may be read while others are repacked
 
@@ -40,8 +40,8 @@ ReadRows = Callable[[int, int], torch.Tensor | QuantizedWeight]
 
 def aligned_bytes(num_bytes: int) -> torch.Tensor:
     """Return `num_bytes` zeroed bytes, aligned to 64."""
-    room = torch.zeros(num_bytes + _ALIGNMENT, dtype=torch.uint8)
-    start = -room.data_ptr() % _ALIGNMENT
+    room = torch.zeros(num_bytes + ALIGNMENT, dtype=torch.uint8)
+    start = -room.data_ptr() % ALIGNMENT
     return room[start : start + num_bytes]
 
 

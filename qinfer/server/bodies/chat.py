@@ -1,5 +1,6 @@
 """Body of POST /v1/chat/completions: a conversation, and the tools that may be called in it."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -23,11 +24,23 @@ RESERVED_TEMPLATE_FIELDS = frozenset(
 )
 
 
-class TextPart(Wire):
-    """A piece of a message's content; text is the only type supported."""
+class Part(Wire):
+    """A piece of a message's content."""
+
+    text: Text
+
+
+class TextPart(Part):
+    """Text, the only type of a piece that is supported."""
 
     type: Literal["text"]
-    text: Text
+
+
+def template_message(role: str, content: str | Sequence[Part]) -> dict[str, Any]:
+    """Return a message as chat templates know it; parts are joined by line breaks."""
+    if not isinstance(content, str):
+        content = "\n".join(part.text for part in content)
+    return {"role": "system" if role == "developer" else role, "content": content}
 
 
 class Message(Wire):
@@ -59,16 +72,12 @@ class Message(Wire):
         return self
 
     def rendered(self) -> dict[str, Any]:
-        """Return the message as chat templates know it; parts are joined by line breaks.
+        """Return the message as chat templates know it.
 
         Raises:
             RequestError: the arguments of a call are no JSON object.
         """
-        content = self.content or ""
-        if not isinstance(content, str):
-            content = "\n".join(part.text for part in content)
-        role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": content}
+        message = template_message(self.role, self.content or "")
         if self.tool_calls:
             message["tool_calls"] = [call.rendered() for call in self.tool_calls]
         if self.tool_call_id is not None:

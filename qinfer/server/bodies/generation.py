@@ -177,13 +177,9 @@ class GenerationRequest(StructureFields):
             RequestError: a field is out of its range, or means nothing in a beam search.
         """
         n = 1 if self.n is None else self.n
-        structured = self.structured() is not None
-        for name, used in {
-            "logprobs": logprobs,
-            "response_format": structured and self.response_format is not None,
-            "structured_outputs": structured,
-        }.items():
-            if used:
+        structure = None if self.structured() is None else self.structure_field
+        for name in ("logprobs" if logprobs else None, structure):
+            if name is not None:
                 raise RequestError(f"{name} does not go with use_beam_search", field=name)
         given = self.model_dump(include=set(_NOT_IN_BEAMS), exclude_none=True)
         for name, value in given.items():

@@ -6,7 +6,13 @@ from pydantic import BeforeValidator, Field
 
 from qinfer.engine.params import SamplingParams, StructuredOutput
 from qinfer.server.bodies.base import JsonObject, Name, Text, Unused, Wire
-from qinfer.server.bodies.chat import MAX_MESSAGES, MAX_PARTS, check_parts
+from qinfer.server.bodies.chat import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    Part,
+    check_parts,
+    template_message,
+)
 from qinfer.server.bodies.generation import check_max_tokens
 from qinfer.server.bodies.structured import (
     JsonSchema,
@@ -18,13 +24,12 @@ from qinfer.server.bodies.structured import (
 MAX_METADATA = 16
 
 
-class InputText(Wire):
+class InputText(Part):
     """A piece of a message: the user's, or of an earlier answer of the model."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs"})
 
     type: Literal["input_text", "output_text", "text"]
-    text: Text
 
 
 class InputMessage(Wire):
@@ -37,11 +42,8 @@ class InputMessage(Wire):
     content: Text | Annotated[list[InputText], Field(max_length=MAX_PARTS)]
 
     def rendered(self) -> dict[str, Any]:
-        """Return the message as chat templates know it; parts are joined by line breaks."""
-        content = self.content
-        if not isinstance(content, str):
-            content = "\n".join(part.text for part in content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+        """Return the message as chat templates know it."""
+        return template_message(self.role, self.content)
 
 
 class TextFormat(Wire):

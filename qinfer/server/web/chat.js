@@ -133,7 +133,7 @@ export class Chat {
     this.scroller.toEnd();
     announce("Answering");
     try {
-      const { finish, stats } = await streamChat(body, { signal: control.signal, onText: (text) => this.#grow(conversation, message, version, text) });
+      const { finish, stats } = await streamChat(body, { signal: control.signal, onText: (text) => this.#grow(conversation, version, text) });
       Object.assign(version, { finish, stats });
       announce(`Answer finished, ${stats.tokens ?? "some"} tokens`);
     } catch (error) {
@@ -161,7 +161,7 @@ export class Chat {
   }
 
   /** Add text to an answer; the page is brought up to date once a frame, the store once a second. */
-  #grow(conversation, message, version, text) {
+  #grow(conversation, version, text) {
     version.content += text;
     const now = Date.now();
     if (now - (this.savedAt ?? 0) > SAVE_EVERY) this.#save(conversation);
@@ -187,9 +187,8 @@ export class Chat {
   #show(conversation) {
     this.current = conversation;
     this.views = conversation.messages.map((message) => messageView(message, this.actions));
-    const isEmpty = this.views.length === 0;
-    $("messages").replaceChildren(...(isEmpty ? [welcome(this.models.current, (text) => this.composer.fill(text))] : this.views.map((view) => view.element)));
-    $("messages").classList.toggle("empty", isEmpty);
+    $("messages").replaceChildren(...this.views.map((view) => view.element));
+    $("messages").classList.toggle("empty", this.views.length === 0);
     this.params.show(conversation.params);
     this.#showState();
     this.scroller.toEnd();

@@ -22,13 +22,14 @@ export function readStats({ server, engine, ttft, tpot, memory, limits }) {
 }
 
 function memoryParts(memory, kvTokens) {
-  const { weights_bytes: weights = 0, kv_cache_bytes: kv = 0, activation_bytes: activations = 0, peak_rss_bytes: peak = 0 } = memory;
+  const { weights_bytes: weights = 0, kv_cache_bytes: kv = 0, draft_bytes: draft = 0, activation_bytes: activations = 0, peak_rss_bytes: peak = 0 } = memory;
   const parts = [
     { name: "Weights", color: 1, bytes: weights },
     { name: "KV cache", color: 3, bytes: kv, note: kvTokens ? `${count(kvTokens)} tokens` : null },
+    { name: "Draft model", color: 5, bytes: draft, note: "weights and cache" },
     { name: "Activations", color: 2, bytes: activations, note: "a full step" },
     // Nothing is left for it while parts of the cache were never used: they are not resident yet.
-    { name: "Other", color: 4, bytes: Math.max(0, peak - weights - kv - activations), note: "program and libraries" },
+    { name: "Other", color: 4, bytes: Math.max(0, peak - weights - kv - draft - activations), note: "program and libraries" },
   ];
   return { parts: parts.filter((part) => part.bytes > 0), peak };
 }

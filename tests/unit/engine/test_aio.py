@@ -197,15 +197,21 @@ def test_a_failing_engine_ends_every_stream_with_an_error() -> None:
     class Broken(FakeRunner):
         def run(self, inputs: ModelInputs) -> ModelOutput:
             if len(self.num_tokens) == 3:
+                assert opened.wait(60)
                 raise RuntimeError("out of memory")
             return super().run(inputs)
+
+    opened = threading.Event()  # or a slow event loop would open the last one too late
 
     async def main() -> None:
         core, runner = make_core()
         core._runner = Broken(len(runner.cache))
         engine = AsyncEngine(core)
         await engine.start()
-        results = await asyncio.gather(*(collect(engine, [i], LONG, str(i)) for i in range(3)))
+        tasks = [asyncio.create_task(collect(engine, [i], LONG, str(i))) for i in range(3)]
+        await asyncio.sleep(0)
+        opened.set()
+        results = await asyncio.gather(*tasks)
         for events in results:
             assert events[-1].finish_reason == "error"
             assert "out of memory" in (events[-1].error or "")

@@ -1,10 +1,8 @@
 """Beam searches in the core: the result of a textbook search, whatever runs beside it."""
 
-import random
-
 import pytest
 import torch
-from support.fake_engine import EOS, VOCAB, FakeRunner, drain, make_core, outputs
+from support.fake_engine import EOS, VOCAB, FakeRunner, drain, make_core, outputs, prompt_of
 
 from qinfer.engine.admission import Limits
 from qinfer.engine.beams import BeamParams, BeamSearch, Hypothesis
@@ -14,10 +12,6 @@ from qinfer.errors import CapacityError, ContextLengthError, RequestError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 FOUR = BeamParams(beam_width=4, num_return_sequences=4, max_tokens=10)
-
-
-def prompt_of(seed: int, length: int) -> list[int]:
-    return random.Random(seed).choices(range(60), k=length)
 
 
 def expected(

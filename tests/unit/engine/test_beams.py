@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.beams import search_with_transformers
 from support.checkpoints import TINY
 
 from qinfer.engine.beams import BeamParams, BeamSearch, Hypothesis
@@ -49,26 +50,7 @@ def search(model: Any, params: BeamParams, end_ids: frozenset[int]) -> list[Hypo
 def oracle(
     model: Any, params: BeamParams, end_ids: frozenset[int]
 ) -> list[tuple[list[int], float]]:
-    prompt = prompt_of(model)
-    result = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-        num_beams=params.beam_width,
-        num_return_sequences=params.num_return_sequences,
-        max_new_tokens=params.max_tokens,
-        length_penalty=params.length_penalty,
-        early_stopping=params.early_stopping,
-        eos_token_id=sorted(end_ids) or None,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_scores=True,
-    )
-    sequences = []
-    for row, score in zip(result.sequences.tolist(), result.sequences_scores.tolist(), strict=True):
-        generated = row[len(prompt) :]
-        ends = [at for at, token in enumerate(generated) if token in end_ids]
-        sequences.append((generated[: ends[0] + 1] if ends else generated, score))
-    return sequences
+    return search_with_transformers(model, prompt_of(model), params, end_ids)
 
 
 @pytest.mark.parametrize("end_ids", [frozenset(), frozenset({1}), frozenset(range(1, 12))])

@@ -1,10 +1,8 @@
 """The engine on a fake model whose logits depend on every token in the cache."""
 
-import random
-
 import pytest
 import torch
-from support.fake_engine import EOS, VOCAB, drain, make_core, outputs
+from support.fake_engine import EOS, VOCAB, drain, make_core, outputs, prompt_of
 
 from qinfer.engine.admission import Limits
 from qinfer.engine.params import SamplingParams
@@ -18,10 +16,6 @@ def solo(prompt: list[int], params: SamplingParams) -> list[int]:
     core, _ = make_core(max_batch_tokens=1000, enable_prefix_caching=False)
     core.add_request("solo", prompt, params)
     return outputs(drain(core))[("solo", 0)]
-
-
-def prompt_of(seed: int, length: int) -> list[int]:
-    return random.Random(seed).choices(range(60), k=length)
 
 
 def test_greedy_output_is_that_of_a_plain_loop() -> None:

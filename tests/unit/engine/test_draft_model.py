@@ -1,12 +1,21 @@
 """A fake model as drafter: it follows what the target accepts, within its own cache."""
 
-import random
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from support.fake_engine import BLOCK_SIZE, EOS, VOCAB, ByteTokenizer, FakeRunner, drain, make_core
+from support.fake_engine import (
+    BLOCK_SIZE,
+    EOS,
+    VOCAB,
+    ByteTokenizer,
+    FakeRunner,
+    Ticks,
+    drain,
+    make_core,
+    prompt_of,
+)
 from support.fake_engine import outputs as outputs_of
 
 from qinfer.engine.blocks import BlockManager
@@ -27,19 +36,6 @@ class Rough(FakeRunner):
         exact = super().logits(history)
         noise = torch.randn(exact.shape, generator=torch.Generator().manual_seed(sum(history)))
         return exact + 0.5 * noise
-
-
-class Ticks:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1.0
-        return self.now
-
-
-def prompt_of(seed: int, length: int) -> list[int]:
-    return random.Random(seed).choices(range(60), k=length)
 
 
 def make_drafter(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_engine import EOS, VOCAB, FakeRunner, drain, make_core, outputs
+from support.fake_engine import EOS, VOCAB, FakeRunner, Ticks, drain, make_core, outputs, prompt_of
 
 from qinfer.engine.admission import Limits
 from qinfer.engine.core import EngineCore
@@ -44,21 +44,6 @@ class Oracle:
 
     def _spoil(self, token: int) -> int:
         return (token + 1) % (VOCAB - 1) if self.random.random() < self.wrong else token
-
-
-class Ticks:
-    """A clock on which every step takes the same time, so that drafting always pays."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1.0
-        return self.now
-
-
-def prompt_of(seed: int, length: int) -> list[int]:
-    return random.Random(seed).choices(range(60), k=length)
 
 
 def solo(prompt: list[int], params: SamplingParams, **options: Any) -> list[int]:

@@ -8,7 +8,7 @@ from qinfer.engine.params import SamplingParams
 from qinfer.engine.request import Request
 from qinfer.engine.scheduler import Batch, Scheduler
 from qinfer.engine.static import StaticScheduler
-from qinfer.errors import CapacityError, ConfigError
+from qinfer.errors import CapacityError, ConfigError, RequestError
 
 
 def make(name: str, num_prompt: int, num_output: int) -> Request:
@@ -90,8 +90,9 @@ def test_what_does_not_go_together_with_static_batches_is_refused() -> None:
     with pytest.raises(ConfigError, match="prefix caching"):
         StaticScheduler(BlockManager(8, 4), max_batch_tokens=8, max_running=2)
     scheduler = make_scheduler()
-    with pytest.raises(CapacityError, match="beams cannot run in a static batch"):
+    with pytest.raises(RequestError, match="batching=continuous") as refusal:
         scheduler.check_capacity(4, num_sequences=2)
+    assert refusal.value.field == "beam_width"
     request = make("a", 4, 5)
     scheduler.add(request)
     finish_step(scheduler, scheduler.schedule())

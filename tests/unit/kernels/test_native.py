@@ -104,23 +104,14 @@ def test_dequantize_equals_the_canonical_form(
 
 
 @needs_library
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
-def test_every_instruction_set_gives_the_same_bits(isa: str, dtype: torch.dtype) -> None:
-    library = native.load()
-    assert library is not None
-    best = library.isa
-    if not library.use_isa(isa):
-        pytest.skip(f"this machine or build has no {isa}")
-    try:
-        assert library.isa == isa
-        for bits in native.PACKED_BITS:
-            for scattered in (False, True):
-                weight = make_weight(17, 1000, bits=bits, asymmetric=True, scattered=scattered)
-                actual = native.dequantize(native.pack(weight), dtype)
-                assert_same_bits(actual, weight.dequantize(dtype))
-    finally:
-        assert library.use_isa(best)
+def test_every_instruction_set_gives_the_same_bits(dtype: torch.dtype) -> None:
+    for bits in native.PACKED_BITS:
+        for scattered in (False, True):
+            weight = make_weight(17, 1000, bits=bits, asymmetric=True, scattered=scattered)
+            actual = native.dequantize(native.pack(weight), dtype)
+            assert_same_bits(actual, weight.dequantize(dtype))
 
 
 @needs_library

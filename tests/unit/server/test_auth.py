@@ -12,12 +12,12 @@ from support.operated import Operated, run
 from qinfer.errors import ConfigError
 from qinfer.server.auth import (
     OPEN_PATHS,
-    OPEN_PREFIX,
     is_open,
     parse_keys,
     read_keys,
     readable_by_others,
 )
+from qinfer.server.page import ASSET_PREFIX
 
 KEY, OTHER = "correct-horse-battery", "staple-staple-staple"
 RING = parse_keys([f"alice {KEY}", OTHER], "test")
@@ -42,7 +42,7 @@ def test_s08_every_route_asks_for_a_key_but_those_that_are_listed(tokenizer):
                 for key in (None, "wrong", KEY[:-1], KEY + "x"):
                     headers = {} if key is None else bearer(key)
                     response = await server.http.request(method, path, headers=headers)
-                    is_open = path in OPEN_PATHS or path.startswith(OPEN_PREFIX)
+                    is_open = path in OPEN_PATHS or path.startswith(ASSET_PREFIX)
                     assert (response.status_code == 401) is not is_open, (method, path)
                     asked += not is_open
         assert asked > 20

@@ -136,12 +136,14 @@ def test_histograms_are_cumulative(tokenizer):
     async def check(server: Operated) -> None:
         await server.complete(20)
         text = (await server.http.get("/metrics")).text
-        for family in text_string_to_metric_families(text):
-            if family.type == "histogram":
-                buckets = [s.value for s in family.samples if s.name.endswith("_bucket")]
-                count = next(s.value for s in family.samples if s.name.endswith("_count"))
-                assert buckets == sorted(buckets)
-                assert buckets[-1] == count
+        families = list(text_string_to_metric_families(text))
+        histograms = [family for family in families if family.type == "histogram"]
+        assert "qinfer:time_to_first_token_seconds" in {family.name for family in histograms}
+        for family in histograms:
+            buckets = [s.value for s in family.samples if s.name.endswith("_bucket")]
+            count = next(s.value for s in family.samples if s.name.endswith("_count"))
+            assert buckets == sorted(buckets)
+            assert buckets[-1] == count
 
     run(tokenizer, check)
 

@@ -1,7 +1,7 @@
 """The C++ ops over the paged cache, for every instruction set, against the references."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -16,21 +16,8 @@ from qinfer.kvcache.layout import KVLayout
 from qinfer.kvcache.pool import KVPool
 from qinfer.schemes import KV_SCHEMES, KVScheme
 
-ISAS = ("portable", "avx2", "avx512")
 SPAN = 256
 pytestmark = pytest.mark.skipif(native.load() is None, reason="the C++ library was not built")
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Run the test with one instruction set."""
-    library = native.load()
-    assert library is not None
-    before = library.isa
-    if not library.use_isa(request.param):
-        pytest.skip(f"this machine or build has no {request.param}")
-    yield request.param
-    library.use_isa(before)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ pytestmark = pytest.mark.skipif(
     native.load() is None, reason="the C++ library was not built (no compiler at installation)"
 )
 
-ISAS = ["avx512", "avx2", "portable"]
 FILTERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "cool": {"temperature": 0.3},
@@ -33,18 +32,6 @@ FILTERS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0, "top_k": 3, "top_p": 0.2},
     "all": {"temperature": 1.5, "top_k": 50, "top_p": 0.8, "min_p": 0.01},
 }
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Run the test in one instruction set."""
-    library = native.load()
-    assert library is not None
-    best = library.isa
-    if not library.use_isa(request.param):
-        pytest.skip(f"this machine or build has no {request.param}")
-    yield request.param
-    assert library.use_isa(best)
 
 
 def logits(rows: int, vocab: int, *, scale: float = 3.0) -> torch.Tensor:
@@ -81,16 +68,10 @@ def test_a_draw_depends_on_nothing_else(isa: str, name: str) -> None:
     assert [alone.choose(x, [draw])[0] for draw in wanted] == whole
 
 
-def test_instruction_sets_agree_on_every_draw() -> None:
-    library = native.load()
-    assert library is not None
-    best = library.isa
+def test_instruction_sets_agree_on_every_draw(isas: Iterator[str]) -> None:
     x = logits(4, 5000)
     wanted = [draw for fields in FILTERS.values() for draw in draws(4, 100, **fields)]
-    try:
-        results = [NativeSampler(5000, 2).choose(x, wanted) for isa in ISAS if library.use_isa(isa)]
-    finally:
-        assert library.use_isa(best)
+    results = [NativeSampler(5000, 2).choose(x, wanted) for _ in isas]
     assert all(result == results[0] for result in results)
 
 

@@ -12,25 +12,11 @@ from qinfer.kernels.cpu.program import Int8Buffer, OpKind, Program
 from qinfer.kernels.spec import LinearSpec
 from qinfer.schemes import WeightScheme
 
-ISAS = ("portable", "avx2", "avx512")
 ROWS = (1, 2, 5, 8, 33, 257)
 
 needs_library = pytest.mark.skipif(
     native.load() is None, reason="the C++ kernels are not built or are switched off"
 )
-
-
-@pytest.fixture(params=ISAS)
-def isa(request):
-    """Run a test with each instruction set that this machine has."""
-    library = native.load()
-    if library is None:
-        pytest.skip("the C++ kernels are not built or are switched off")
-    before = library.isa
-    if not library.use_isa(request.param):
-        pytest.skip(f"this machine or build has no {request.param}")
-    yield request.param
-    library.use_isa(before)
 
 
 def quantized(out_features, in_features, scheme, seed=0, *, scattered=False):
