@@ -1,4 +1,6 @@
-"""The Hessian of a linear layer's squared output error, gathered while calibrating."""
+"""What a linear layer's inputs say about its output error, gathered while calibrating."""
+
+from concurrent.futures import Executor
 
 import torch
 
@@ -7,38 +9,84 @@ from qinfer.errors import NonFiniteError, QuantizationError
 _PANEL = 128  # columns per product: only the upper triangle is summed
 
 
-class Hessian:
-    """The sum of `x xᵀ` over calibration tokens, in float32, in the order they are added.
+class InputStatistics:
+    """Sums over calibration tokens of `x xᵀ`, in float32, in the order they are added.
 
-    All linears that read the same input share one (q, k and v; gate and up).
+    All linears that read the same input share one (q, k and v; gate and up). The sums are kept in
+    panels of columns that are independent of each other: each may be updated by another thread,
+    and as long as a panel gets its samples in order, from torch on one thread, the bits do not
+    depend on which.
 
     Args:
         in_features: length of an input vector.
         name: of the layers that read the input, for messages.
+        paired: every input comes with the input of the unquantized model, and `Σ (x_full - x) xᵀ`
+            is summed too (GPTAQ).
     """
 
-    __slots__ = ("_sum", "name", "num_tokens")
+    __slots__ = ("_cross", "_sum", "name", "num_tokens")
 
-    def __init__(self, in_features: int, *, name: str) -> None:
+    def __init__(self, in_features: int, *, name: str, paired: bool = False) -> None:
         self._sum = torch.zeros(in_features, in_features)  # [in, in], upper triangle
+        self._cross = torch.zeros(in_features, in_features) if paired else None
         self.name = name
         self.num_tokens = 0
 
-    def add(self, x: torch.Tensor, *, sample: int) -> None:
-        """Add the inputs of one sample, `[tokens, in]`.
+    @property
+    def paired(self) -> bool:
+        """Whether inputs of the unquantized model are needed."""
+        return self._cross is not None
+
+    @property
+    def num_panels(self) -> int:
+        """Parts that can be updated independently; the first ones are the longest."""
+        return -(-self._sum.shape[0] // _PANEL)
+
+    def add(
+        self,
+        x: torch.Tensor,
+        *,
+        sample: int,
+        full: torch.Tensor | None = None,
+        executor: Executor | None = None,
+    ) -> None:
+        """Add the inputs of one sample.
+
+        Args:
+            x: `[tokens, in]`, as the quantized model computes them.
+            sample: its index, for messages.
+            full: `[tokens, in]`, as the unquantized model computes them; only if `paired`.
+            executor: where the panels are updated; None = here.
 
         Raises:
             NonFiniteError: naming the layer and the sample, before anything is added.
         """
+        if (full is not None) != self.paired:
+            raise ValueError(f"{self.name}: paired is {self.paired}")
         check_finite(x, name=f"the input of {self.name}", sample=sample)
         X = x.float()
-        for start in range(0, X.shape[1], _PANEL):
-            left = X[:, start : start + _PANEL]
-            self._sum[start : start + _PANEL, start:].addmm_(left.T, X[:, start:])
+        difference = None
+        if full is not None:
+            difference = full.float() - X
+            check_finite(difference, name=f"the unquantized input of {self.name}", sample=sample)
+
+        def update(panel: int) -> None:
+            self._update(panel, X, difference)
+
+        run = map if executor is None else executor.map
+        for _ in run(update, range(self.num_panels)):
+            pass  # waits, and raises what an update raised
         self.num_tokens += X.shape[0]
 
+    def _update(self, panel: int, X: torch.Tensor, difference: torch.Tensor | None) -> None:
+        columns = slice(panel * _PANEL, (panel + 1) * _PANEL)
+        left = X[:, columns].T
+        self._sum[columns, columns.start :].addmm_(left, X[:, columns.start :])
+        if self._cross is not None and difference is not None:
+            self._cross[columns].addmm_(difference[:, columns].T, X)
+
     def matrix(self) -> torch.Tensor:
-        """Return `2/n Σ x xᵀ`, float32 `[in, in]` (arXiv 2210.17323, section 3.1).
+        """Return the Hessian `2/n Σ x xᵀ`, float32 `[in, in]` (arXiv 2210.17323, section 3.1).
 
         Raises:
             QuantizationError: no token was ever added.
@@ -47,11 +95,28 @@ class Hessian:
         if self.num_tokens == 0:
             raise QuantizationError(f"{self.name}: no calibration token reached this layer")
         upper = self._sum.triu()
-        if not bool(torch.isfinite(upper).all()):
+        self._check_sum(upper)
+        return (upper + upper.triu(1).T) * (2.0 / self.num_tokens)
+
+    def cross(self) -> torch.Tensor | None:
+        """Return `2/n Σ (x_full - x) xᵀ`, float32 `[in, in]`; None if not `paired`.
+
+        Raises:
+            NonFiniteError: finite inputs are so large that their products are not.
+        """
+        if self._cross is None:
+            return None
+        self._check_sum(self._cross)
+        return self._cross * (2.0 / self.num_tokens)
+
+    def _check_sum(self, products: torch.Tensor) -> None:
+        if not bool(torch.isfinite(products).all()):
             raise NonFiniteError(
                 f"the inputs of {self.name} are too large: their squares exceed float32"
             )
-        return (upper + upper.triu(1).T) * (2.0 / self.num_tokens)
+
+
+Hessian = InputStatistics  # the name that blockwise.py still uses
 
 
 def check_finite(values: torch.Tensor, *, name: str, sample: int) -> None:
