@@ -24,11 +24,19 @@ class _Section(BaseModel):
 class QuantizeSection(_Section):
     """Options of `qinfer quantize`; unset ones keep that verb's defaults."""
 
-    weights: Literal["int4", "int8"] = "int4"
-    algorithm: Literal["gptq", "rtn"] = "gptq"
+    weights: Literal["int2", "int3", "int4", "int8"] = "int4"
+    algorithm: Literal["gptq", "rtn", "bnb-nf4", "bnb-int8"] = "gptq"
     group_size: int | Literal["auto"] = "auto"
     asym: bool = False
     act_order: bool = True
+    damp_percent: float | None = None
+    scale_search: Literal["absmax", "mse", "hessian"] | None = None
+    gptaq: bool | None = None
+    target_bits: float | None = None
+    target_size: int | None = None
+    format: Literal["gptq", "compressed-tensors"] = "gptq"
+    input_activations: Literal["none", "int8"] = "none"
+    condition_kv: Literal["auto", "on", "off"] = "auto"
     calibration: str | None = None
     num_samples: Count | None = None
     seq_len: Count | None = None

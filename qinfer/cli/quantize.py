@@ -1,124 +1,32 @@
 """`qinfer quantize`: weights to INT4 or INT8, with the report of what it cost."""
 
 from collections import Counter
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import click
 
 from qinfer.cli import console
-from qinfer.quant.config import (
-    ALGORITHMS,
-    KV_CACHE_DTYPES,
-    MISFIT_POLICIES,
-    WEIGHTS,
-    QuantizeConfig,
-)
+from qinfer.cli.quantize_options import parse_optional_size, quantize_options
 from qinfer.quant.pipeline import quantize
 from qinfer.quant.report import ModuleRow, QuantProgress, QuantReport
 
-DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(QuantizeConfig)}
 _MAX_LISTED = 20
-_POSITIVE = click.IntRange(min=1)
 
 
-def _parse_group_size(_: click.Context, __: click.Parameter, value: str) -> int | str:
-    if value == "auto":
-        return value
-    try:
-        return int(value)
-    except ValueError as error:
-        raise click.BadParameter(f"{value!r} is neither auto nor a number") from error
-
-
-@click.command(short_help="Quantize the weights of a model to INT4 or INT8.")
+@click.command(short_help="Quantize the weights of a model.")
 @click.argument("model", metavar="MODEL")
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Directory to write.")
+@quantize_options
 @click.option(
-    "--weights",
-    type=click.Choice(tuple(WEIGHTS)),
-    default=DEFAULTS["weights"],
-    show_default=True,
-    help="Width of a weight.",
+    "--memory",
+    metavar="SIZE",
+    callback=parse_optional_size,
+    help="Stay below this much memory, such as 2GiB: what does not fit is kept on disk.",
 )
-@click.option(
-    "--algorithm",
-    type=click.Choice(ALGORITHMS),
-    default=DEFAULTS["algorithm"],
-    show_default=True,
-    help="gptq is calibrated on text, rtn rounds to nearest.",
-)
-@click.option(
-    "--group-size",
-    metavar="auto|N|-1",
-    default=DEFAULTS["group_size"],
-    show_default=True,
-    callback=_parse_group_size,
-    help="Inputs that share a scale; -1 = all; auto = the largest of 128, 64, 32 that fits.",
-)
-@click.option(
-    "--asym", is_flag=True, help="Store zero points (GPTQ v2) instead of a symmetric grid."
-)
-@click.option(
-    "--act-order/--no-act-order",
-    default=DEFAULTS["act_order"],
-    show_default=True,
-    help="gptq: take columns by descending Hessian diagonal, in static groups.",
-)
-@click.option(
-    "--damp-percent",
-    type=click.FloatRange(0, 1),
-    default=DEFAULTS["damp_percent"],
-    show_default=True,
-    help="Share of the mean Hessian diagonal that is added to it.",
-)
-@click.option(
-    "--calibration",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="UTF-8 text to calibrate on; a novel and articles in the package if not given.",
-)
-@click.option(
-    "--samples",
-    "num_samples",
-    type=_POSITIVE,
-    default=DEFAULTS["num_samples"],
-    show_default=True,
-    help="Calibration windows.",
-)
-@click.option(
-    "--seq-len",
-    type=_POSITIVE,
-    default=DEFAULTS["seq_len"],
-    show_default=True,
-    help="Tokens per calibration window.",
-)
-@click.option(
-    "--override",
-    "overrides",
-    multiple=True,
-    metavar="REGEX=SETTINGS",
-    help="Modules whose name REGEX finds get bits:N and/or group_size:N, or skip. Repeatable; "
-    "the first that matches counts.",
-)
-@click.option(
-    "--kv-cache-dtype",
-    type=click.Choice(KV_CACHE_DTYPES),
-    default=DEFAULTS["kv_cache_dtype"],
-    show_default=True,
-    help="KV cache type recorded for serving.",
-)
-@click.option(
-    "--on-misfit",
-    type=click.Choice(MISFIT_POLICIES),
-    default=DEFAULTS["on_misfit"],
-    show_default=True,
-    help="Shapes that the format cannot carry: refuse the model, or leave them unquantized.",
-)
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads; all cores if not given.")
 @click.option("--revision", help="Branch, tag or commit of a hub model.")
 @click.option("--dry-run", is_flag=True, help="Show the plan and the expected size, and stop.")
-@click.option("--strict", is_flag=True, help="Fail if a module falls back to rounding.")
 def command(
     model: str, out: Path | None, *, revision: str | None, dry_run: bool, **options: Any
 ) -> None:

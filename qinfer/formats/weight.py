@@ -13,7 +13,9 @@ from qinfer.schemes import WeightScheme
 class QuantizedWeight:
     """A linear layer's weight as integer codes and scales.
 
-    `W[n, k] = scales[n, g] * (codes[n, k] - zeros[n, g])` with `g = group_index[k]`.
+    `W[n, k] = scales[n, g] * (codes[n, k] - zeros[n, g])` with `g = group_index[k]`; where the file
+    has a real offset instead of a zero point (GGUF Q4_1, Q4_K),
+    `W[n, k] = scales[n, g] * (codes[n, k] + 2**(bits - 1)) + offsets[n, g]`.
 
     Args:
         codes: int8 `[out, in]`, the unsigned code minus `2**(bits - 1)`.
@@ -21,6 +23,8 @@ class QuantizedWeight:
         scheme: bits, group size, symmetry.
         zeros: int16 `[out, groups]`, the unsigned zero point minus `2**(bits - 1)`; None = all 0.
         group_index: int32 `[in]`, the group of each input; None = `k // group_size`.
+        offsets: float32 `[out, groups]`, the value of the smallest code; None = the code of zero is
+            a whole number (`zeros`).
     """
 
     codes: torch.Tensor
@@ -28,6 +32,7 @@ class QuantizedWeight:
     scheme: WeightScheme
     zeros: torch.Tensor | None = None
     group_index: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
 
     @property
     def out_features(self) -> int:
@@ -46,6 +51,7 @@ class QuantizedWeight:
             codes=self.codes[begin:end],
             scales=self.scales[begin:end],
             zeros=None if self.zeros is None else self.zeros[begin:end],
+            offsets=None if self.offsets is None else self.offsets[begin:end],
         )
 
     def column_groups(self) -> torch.Tensor:
@@ -58,10 +64,13 @@ class QuantizedWeight:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the dense weight `[out, in]`: computed in float32, then cast to `dtype`."""
         groups = self.column_groups()
-        codes = self.codes.float()
+        codes, scales = self.codes.float(), self.scales.float()[:, groups]
+        if self.offsets is not None:
+            unsigned = codes + (1 << (self.scheme.bits - 1))
+            return (unsigned * scales + self.offsets[:, groups]).to(dtype)
         if self.zeros is not None:
             codes = codes - self.zeros.float()[:, groups]
-        return (codes * self.scales.float()[:, groups]).to(dtype)
+        return (codes * scales).to(dtype)
 
 
 def concat_out(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
@@ -74,15 +83,13 @@ def concat_out(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
         schemes = ", ".join(str(part.scheme) for part in parts)
         raise CheckpointError(f"cannot fuse weights of different layout: {schemes}")
     first = parts[0]
-    zeros = None
-    if first.zeros is not None:
-        zeros = torch.cat([part.zeros for part in parts if part.zeros is not None])
     return QuantizedWeight(
         codes=torch.cat([part.codes for part in parts]),
         scales=torch.cat([part.scales for part in parts]),
         scheme=first.scheme,
-        zeros=zeros,
+        zeros=_joined([part.zeros for part in parts]),
         group_index=first.group_index,
+        offsets=_joined([part.offsets for part in parts]),
     )
 
 
@@ -92,9 +99,16 @@ def can_concat(parts: Sequence[QuantizedWeight]) -> bool:
     return all(
         part.scheme == first.scheme
         and (part.zeros is None) == (first.zeros is None)
+        and (part.offsets is None) == (first.offsets is None)
         and _same_index(part.group_index, first.group_index)
         for part in parts[1:]
     )
+
+
+def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return the rows of all parts; None if the parts, which are of one form, are None."""
+    present = [part for part in parts if part is not None]
+    return torch.cat(present) if present else None
 
 
 def _same_index(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:

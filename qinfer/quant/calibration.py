@@ -65,7 +65,7 @@ class CalibrationSet:
 def load_calibration(
     encode: Callable[[str], Sequence[int]],
     *,
-    path: Path | None,
+    path: str | Path | None,
     num_samples: int,
     seq_len: int,
     max_position: int,
@@ -83,8 +83,8 @@ def load_calibration(
         ConfigError: the file cannot be read as text.
         QuantizationError: fewer than `MIN_TOKENS` tokens; states the lengths found.
     """
-    text = calibration_text() if path is None else _read(path)
-    source = BUILT_IN if path is None else path.name
+    text = calibration_text() if path is None else _read(Path(path))
+    source = BUILT_IN if path is None else Path(path).name
     tokens = encode(text)
     length = min(seq_len, max_position)
     windows = cut_windows(tokens, num_samples=num_samples, seq_len=length)

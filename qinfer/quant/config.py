@@ -9,8 +9,12 @@ from qinfer.errors import ConfigError
 from qinfer.quant.gptq import DEFAULT_DAMP_PERCENT
 from qinfer.schemes import KVScheme, parse_kv_dtype
 
-WEIGHTS = {"int4": 4, "int8": 8}
-ALGORITHMS = ("gptq", "rtn")
+WEIGHTS = {"int2": 2, "int3": 3, "int4": 4, "int8": 8}
+ALGORITHMS = ("gptq", "rtn", "bnb-nf4", "bnb-int8")
+SCALE_SEARCHES = ("absmax", "mse", "hessian")
+FORMATS = ("gptq", "compressed-tensors")
+INPUT_ACTIVATIONS = ("none", "int8")
+CONDITIONING = ("auto", "on", "off")
 KV_CACHE_DTYPES = ("int8", "fp8_e4m3", "fp8", "none")
 MISFIT_POLICIES = ("error", "skip")
 AUTO_GROUP_SIZES = (128, 64, 32)
@@ -70,18 +74,30 @@ class QuantizeConfig:
     """How to quantize a model.
 
     Args:
-        weights: `int4` or `int8`.
-        algorithm: `gptq` (calibrated) or `rtn` (round to nearest, needs no text).
+        weights: `int2`, `int3`, `int4` or `int8`.
+        algorithm: `gptq` (calibrated), `rtn` (round to nearest, needs no text), or `bnb-nf4` and
+            `bnb-int8` (rounding in the formats of bitsandbytes, through its library).
         group_size: inputs that share a scale; -1 = all; `auto` = the largest of 128, 64 and 32
             that divides the inputs of every module that is quantized.
         asym: store zero points (GPTQ v2) instead of a symmetric grid (GPTQ v1).
         act_order: GPTQ takes columns by descending Hessian diagonal, with static groups: the file
             looks the same and runs as fast. Nothing to `rtn`.
         damp_percent: share of the mean Hessian diagonal that GPTQ adds to the diagonal.
+        scale_search: how a group's scale is chosen: `absmax` covers its range, `mse` has the least
+            squared error of the weights, `hessian` that of the outputs.
+        gptaq: calibrate against the inputs of the unquantized model (arXiv 2504.02692).
+        target_bits: mean bits per weight of the linears, scales and zero points included; bits and
+            group sizes are then chosen module by module. None = as `weights` and `group_size` say.
+        target_size: the same as bytes of the whole checkpoint.
         overrides: `REGEX=bits:8,group_size:32` or `REGEX=skip`; the first that matches counts.
         on_misfit: `error` refuses a model with shapes that the format cannot carry, `skip` leaves
             those modules unquantized and reports what that costs.
-        calibration: a UTF-8 text file; None = the text in the package.
+        format: of the checkpoint: `gptq` or `compressed-tensors`.
+        input_activations: `int8` records that the inputs of linears are quantized per token too
+            (W8A8, only `compressed-tensors` with `int8` weights per channel).
+        condition_kv: fold factors into q and k that keep outliers out of the cache; `auto` = where
+            the recorded KV scheme is quantized and the algorithm is calibrated.
+        calibration: what to calibrate on (see `quant.calibration`); None = the text in the package.
         num_samples: calibration windows.
         seq_len: tokens per window; capped at the model's context.
         kv_cache_dtype: the KV scheme recorded for serving, or `none`.
@@ -94,9 +110,16 @@ class QuantizeConfig:
     asym: bool = False
     act_order: bool = True
     damp_percent: float = DEFAULT_DAMP_PERCENT
+    scale_search: str = "absmax"
+    gptaq: bool = False
+    target_bits: float | None = None
+    target_size: int | None = None
     overrides: tuple[str, ...] = ()
     on_misfit: str = "error"
-    calibration: Path | None = None
+    format: str = "gptq"
+    input_activations: str = "none"
+    condition_kv: str = "auto"
+    calibration: str | Path | None = None
     num_samples: int = 128
     seq_len: int = 512
     kv_cache_dtype: str = "int8"
@@ -110,7 +133,11 @@ class QuantizeConfig:
         """
         _check_choice("weights", self.weights, WEIGHTS)
         _check_choice("algorithm", self.algorithm, ALGORITHMS)
+        _check_choice("scale_search", self.scale_search, SCALE_SEARCHES)
         _check_choice("on_misfit", self.on_misfit, MISFIT_POLICIES)
+        _check_choice("format", self.format, FORMATS)
+        _check_choice("input_activations", self.input_activations, INPUT_ACTIVATIONS)
+        _check_choice("condition_kv", self.condition_kv, CONDITIONING)
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         if self.group_size != "auto" and not _is_group_size(self.group_size):
             raise ConfigError(f"group_size {self.group_size!r}: give auto, -1 or a positive number")
@@ -119,7 +146,34 @@ class QuantizeConfig:
         for name, value in (("num_samples", self.num_samples), ("seq_len", self.seq_len)):
             if value < 1:
                 raise ConfigError(f"{name} {value} must be positive")
+        self._check_combinations()
         self.parsed_overrides()
+
+    def _check_combinations(self) -> None:
+        """Refuse options that contradict each other."""
+        if self.target_bits is not None and self.target_size is not None:
+            raise ConfigError("target_bits and target_size both say how large; give one of them")
+        if self.target_bits is not None and not 2 <= self.target_bits <= 16:
+            raise ConfigError(f"target_bits {self.target_bits} is not between 2 and 16")
+        if self.target_size is not None and self.target_size < 1:
+            raise ConfigError(f"target_size {self.target_size} must be positive (bytes)")
+        allocated = self.target_bits is not None or self.target_size is not None
+        if self.algorithm != "gptq" and (allocated or self.gptaq or self.condition_kv == "on"):
+            raise ConfigError(
+                f"target_bits, target_size, gptaq and condition_kv=on need calibration, which "
+                f"algorithm {self.algorithm!r} has none of; use gptq"
+            )
+        w8a8 = self.format == "compressed-tensors" and self.bits == 8 and self.group_size == -1
+        if self.input_activations == "int8" and not w8a8:
+            raise ConfigError(
+                "input_activations int8 needs format compressed-tensors, weights int8 and "
+                "group_size -1 (W8A8)"
+            )
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether calibration text is run through the model."""
+        return self.algorithm == "gptq"
 
     @property
     def bits(self) -> int:
@@ -139,7 +193,8 @@ class QuantizeConfig:
         options = asdict(self)
         options["overrides"] = list(self.overrides)
         if self.calibration is not None:
-            options["calibration"] = self.calibration.name
+            text = str(self.calibration)
+            options["calibration"] = text if text.startswith("hf:") else Path(text).name
         return options
 
 

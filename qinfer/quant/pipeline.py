@@ -49,6 +49,8 @@ def quantize(
     *,
     revision: str | None = None,
     dry_run: bool = False,
+    memory: int | None = None,
+    threads: int | None = None,
     on_progress: OnProgress | None = None,
     **options: Any,
 ) -> QuantReport:
@@ -69,6 +71,7 @@ def quantize(
         QuantizationError: no calibration token, a scale beyond float16, or (`strict`) a fallback.
         NonFiniteError: an activation or weight that is not finite; names layer and sample.
     """
+    del memory, threads
     started = time.monotonic()
     config = QuantizeConfig(**options)
     target = None if dry_run else _free_path(out)

@@ -142,8 +142,6 @@ def _quantize(
     if engine.get("threads") is not None:
         torch.set_num_threads(engine["threads"])
     options = recipe.quantize.model_dump(exclude_none=True)
-    if "calibration" in options:
-        options["calibration"] = Path(options["calibration"])
     quantize(
         model,
         out / CHECKPOINT,
