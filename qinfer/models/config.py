@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from qinfer.errors import CheckpointError, UnsupportedModelError
-from qinfer.models.families import Family, find_family
+from qinfer.models.families import FAMILIES, Family, MoEFacts, find_family
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
@@ -48,6 +48,27 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MoEConfig:
+    """The facts of a mixture of experts.
+
+    Args:
+        num_experts: experts of a sparse layer.
+        num_experts_per_token: how many of them a token goes through.
+        intermediate_size: of one expert.
+        norm_topk_prob: the chosen experts' weights are scaled to sum to 1.
+        sparse_layers: per layer, whether it has experts or a dense MLP.
+        names: how the checkpoint spells router and experts.
+    """
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int
+    norm_topk_prob: bool
+    sparse_layers: tuple[bool, ...]
+    names: MoEFacts
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The facts that the decoder is built from.
 
@@ -55,9 +76,11 @@ class ModelConfig:
         windows: per layer, how many tokens a query may see (itself included); None = all.
         qkv_bias: q, k and v carry a bias.
         output_bias: o carries a bias.
-        mlp_bias: gate, up and down carry a bias.
+        intermediate_size: of a dense MLP; see `moe` for that of an expert.
+        mlp_bias: gate, up and down of a dense MLP carry a bias.
         qk_norm: q and k are normalized per head before the rotation.
         dtype: in which the checkpoint was published.
+        moe: the mixture of experts, if the family has one.
     """
 
     architecture: str
@@ -79,6 +102,11 @@ class ModelConfig:
     qk_norm: bool
     windows: tuple[int | None, ...]
     dtype: DtypeName
+    moe: MoEConfig | None = None
+
+    def is_sparse(self, layer: int) -> bool:
+        """Tell whether a layer has experts in the place of a dense MLP."""
+        return self.moe is not None and self.moe.sparse_layers[layer]
 
     @staticmethod
     def from_dict(raw: Mapping[str, Any]) -> "ModelConfig":
@@ -90,7 +118,7 @@ class ModelConfig:
         """
         architectures = raw.get("architectures") or [None]
         family = find_family(raw.get("model_type"), architectures[0])
-        _refuse_variants(raw)
+        _refuse_variants(raw, family)
         hidden_size = _positive(raw, "hidden_size")
         num_heads = _positive(raw, "num_attention_heads")
         num_layers = _positive(raw, "num_hidden_layers")
@@ -117,6 +145,7 @@ class ModelConfig:
                 qk_norm=family.qk_norm,
                 windows=_windows(raw, family, num_layers),
                 dtype=_dtype(raw),
+                moe=None if family.moe is None else _moe(raw, family.moe, num_layers),
             )
         )
 
@@ -124,49 +153,61 @@ class ModelConfig:
 def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Return `(in_features, out_features)` of every decoder linear by its module name, in order.
 
-    The head is not among them.
+    The head and the routers of experts are not among them.
     """
+    return {
+        f"model.layers.{layer}.{name}": shape
+        for layer in range(config.num_layers)
+        for name, shape in block_linear_shapes(config, layer).items()
+    }
+
+
+def block_linear_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
+    """Return `(in_features, out_features)` of a block's linears by their names inside it."""
     query = config.num_heads * config.head_dim
     key = config.num_kv_heads * config.head_dim
     hidden, inner = config.hidden_size, config.intermediate_size
-    block = {
+    shapes = {
         "self_attn.q_proj": (hidden, query),
         "self_attn.k_proj": (hidden, key),
         "self_attn.v_proj": (hidden, key),
         "self_attn.o_proj": (query, hidden),
-        "mlp.gate_proj": (hidden, inner),
-        "mlp.up_proj": (hidden, inner),
-        "mlp.down_proj": (inner, hidden),
     }
-    return {
-        f"model.layers.{layer}.{name}": shape
-        for layer in range(config.num_layers)
-        for name, shape in block.items()
+    mlps = [("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")]
+    if config.moe is not None and config.is_sparse(layer):
+        inner = config.moe.intermediate_size
+        mlps = [config.moe.names.expert(index) for index in range(config.moe.num_experts)]
+    for gate, up, down in mlps:
+        shapes |= {gate: (hidden, inner), up: (hidden, inner), down: (inner, hidden)}
+    return shapes
+
+
+def block_tensor_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a block's plain tensors: what it must hold beside its linears."""
+    hidden = (config.hidden_size,)
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": hidden,
+        "post_attention_layernorm.weight": hidden,
     }
-
-
-def block_tensor_names(config: ModelConfig) -> dict[str, bool]:
-    """Return the names inside a decoder block that a checkpoint must hold.
-
-    Values tell linear weights (True: dense or quantized, without the suffix) from plain tensors.
-    """
-    names: dict[str, bool] = {"input_layernorm.weight": False}
-    for short in ("q", "k", "v"):
-        names[f"self_attn.{short}_proj"] = True
-        if config.qkv_bias:
-            names[f"self_attn.{short}_proj.bias"] = False
     if config.qk_norm:
-        names["self_attn.q_norm.weight"] = False
-        names["self_attn.k_norm.weight"] = False
-    names["self_attn.o_proj"] = True
-    if config.output_bias:
-        names["self_attn.o_proj.bias"] = False
-    names["post_attention_layernorm.weight"] = False
-    for short in ("gate", "up", "down"):
-        names[f"mlp.{short}_proj"] = True
-        if config.mlp_bias:
-            names[f"mlp.{short}_proj.bias"] = False
-    return names
+        head = (config.head_dim,)
+        shapes |= {"self_attn.q_norm.weight": head, "self_attn.k_norm.weight": head}
+    if config.moe is not None and config.is_sparse(layer):
+        router = (config.moe.num_experts, config.hidden_size)
+        shapes[f"{config.moe.names.router}.weight"] = router
+    biased = {
+        "self_attn.q_proj": config.qkv_bias,
+        "self_attn.k_proj": config.qkv_bias,
+        "self_attn.v_proj": config.qkv_bias,
+        "self_attn.o_proj": config.output_bias,
+        "mlp.gate_proj": config.mlp_bias,
+        "mlp.up_proj": config.mlp_bias,
+        "mlp.down_proj": config.mlp_bias,
+    }
+    for name, (_, outputs) in block_linear_shapes(config, layer).items():
+        if biased.get(name, False):
+            shapes[f"{name}.bias"] = (outputs,)
+    return shapes
 
 
 def _positive(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
@@ -187,12 +228,46 @@ def _epsilon(raw: Mapping[str, Any]) -> float:
     return float(value)
 
 
-def _refuse_variants(raw: Mapping[str, Any]) -> None:
+def _refuse_variants(raw: Mapping[str, Any], family: Family) -> None:
     activation = raw.get("hidden_act", "silu")
     if activation not in {"silu", "swish"}:
         raise UnsupportedModelError(f"config.json: hidden_act {activation!r}; only silu is run")
-    if raw.get("num_experts") or raw.get("num_local_experts"):
-        raise UnsupportedModelError("config.json: mixture-of-experts blocks are not supported")
+    if family.moe is None and (raw.get("num_experts") or raw.get("num_local_experts")):
+        sparse = ", ".join(row.model_type for row in FAMILIES if row.moe is not None)
+        raise UnsupportedModelError(
+            f"config.json: mixture-of-experts blocks in a model of type {family.model_type}; "
+            f"they are run for {sparse}"
+        )
+
+
+def _moe(raw: Mapping[str, Any], facts: MoEFacts, num_layers: int) -> MoEConfig:
+    # transformers 5 writes num_local_experts for every family, older ones num_experts for Qwen3.
+    key = "num_experts" if raw.get("num_experts") is not None else "num_local_experts"
+    num_experts = _positive(raw, key)
+    per_token = _positive(raw, "num_experts_per_tok")
+    if per_token > num_experts:
+        raise CheckpointError(
+            f"config.json: num_experts_per_tok {per_token} is more than the {num_experts} experts"
+        )
+    normalized = facts.norm_topk_prob
+    return MoEConfig(
+        num_experts=num_experts,
+        num_experts_per_token=per_token,
+        intermediate_size=_positive(raw, facts.size_key),
+        norm_topk_prob=bool(raw.get("norm_topk_prob")) if normalized is None else normalized,
+        sparse_layers=_sparse_layers(raw, num_layers),
+        names=facts,
+    )
+
+
+def _sparse_layers(raw: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    step = _positive(raw, "decoder_sparse_step", default=1)
+    dense = raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise CheckpointError(
+            f"config.json: mlp_only_layers is {dense!r:.80}; a list of layer numbers is needed"
+        )
+    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
 
 
 def _checked(config: ModelConfig) -> ModelConfig:
@@ -257,10 +332,11 @@ def _windows(raw: Mapping[str, Any], family: Family, num_layers: int) -> tuple[i
     window = raw.get("sliding_window")
     if family.windows == "none" or window is None:
         return (None,) * num_layers
-    if family.windows == "all_layers":
-        return (int(window),) * num_layers
-    if not raw.get("use_sliding_window", False):
+    used = family.windows == "all_layers" or raw.get("use_sliding_window", False)
+    if not used:
         return (None,) * num_layers
+    if family.windows in {"all_layers", "all_layers_if_used"}:
+        return (int(window),) * num_layers
     kinds = raw.get("layer_types")
     if kinds is None:
         full = int(raw.get("max_window_layers", num_layers))

@@ -1,4 +1,4 @@
-"""The one decoder: a pre-norm transformer with grouped-query attention and a gated MLP.
+"""The one decoder: a pre-norm transformer with grouped-query attention and a gated MLP or experts.
 
 A family differs by the facts in `ModelConfig`. The block exposes its stages, so that calibration
 can stand between them and see the input of every linear once.
@@ -15,7 +15,8 @@ from qinfer.kvcache.layout import KVLayout
 from qinfer.kvcache.pool import KVPool
 from qinfer.models.causal_lm import WeightBytes
 from qinfer.models.config import ModelConfig
-from qinfer.models.layers import KernelRow, Linear, LinearGroup, RMSNorm, Weight
+from qinfer.models.layers import GatedMLP, KernelRow, Linear, LinearGroup, RMSNorm, Weight
+from qinfer.models.moe import MoE
 from qinfer.models.rope import RotaryTable
 from qinfer.models.step import StepContext, StepMaker
 
@@ -27,6 +28,9 @@ DOWN = "mlp.down_proj"
 
 class DecoderBlock:
     """One layer: attention and MLP, each after a norm and with a residual.
+
+    Attributes:
+        mlp: what follows attention: a dense MLP, or a mixture of experts.
 
     Args:
         config: the model's facts.
@@ -60,7 +64,17 @@ class DecoderBlock:
         def norm(name: str) -> RMSNorm:
             return RMSNorm(plain[name], config.rms_norm_eps, dtype)
 
-        self._groups = {names: group(*names) for names in (QKV, (OUTPUT,), GATE_UP, (DOWN,))}
+        def gated(gate: str, up: str, down: str) -> GatedMLP:
+            return GatedMLP(group(gate, up), group(down))
+
+        self._qkv, self._output = group(*QKV), group(OUTPUT)
+        self.mlp: GatedMLP | MoE
+        if config.moe is not None and config.is_sparse(layer):
+            names = config.moe.names
+            experts = [gated(*names.expert(index)) for index in range(config.moe.num_experts)]
+            self.mlp = MoE(config.moe, plain[f"{names.router}.weight"], experts, device=device)
+        else:
+            self.mlp = gated(*GATE_UP, DOWN)
         self._input_norm = norm("input_layernorm.weight")
         self._mlp_norm = norm("post_attention_layernorm.weight")
         self._q_norm = norm("self_attn.q_norm.weight") if config.qk_norm else None
@@ -70,7 +84,7 @@ class DecoderBlock:
         """Run the layer on `hidden` `[tokens, hidden]`."""
         mixed = self.attention(self.attention_input(hidden), step, cache)
         hidden = self.attention_output(hidden, mixed)
-        return self.mlp_output(hidden, self.mlp_activation(self.mlp_input(hidden)))
+        return hidden + self.mlp(self.mlp_input(hidden))
 
     def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return what q, k and v read: `[tokens, hidden]`."""
@@ -81,7 +95,7 @@ class DecoderBlock:
 
         Returns what o reads: `[tokens, heads * head_dim]`.
         """
-        q, k, v = (part.unflatten(-1, (-1, self.config.head_dim)) for part in self._groups[QKV](x))
+        q, k, v = (part.unflatten(-1, (-1, self.config.head_dim)) for part in self._qkv(x))
         if self._q_norm is not None and self._k_norm is not None:
             q, k = self._q_norm(q), self._k_norm(k)
         q = reference.rotate(q, step.cos, step.sin)
@@ -92,40 +106,52 @@ class DecoderBlock:
 
     def attention_output(self, hidden: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         """Project the heads back and add the residual."""
-        return hidden + self._groups[(OUTPUT,)](mixed)[0]
+        return hidden + self._output(mixed)[0]
 
     def mlp_input(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what gate and up read: `[tokens, hidden]`."""
+        """Return what gate and up, or the experts' router, read: `[tokens, hidden]`."""
         return self._mlp_norm(hidden)
 
     def mlp_activation(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what down reads: `[tokens, intermediate]`."""
-        gate, up = self._groups[GATE_UP](x)
-        return reference.silu_mul(gate, up)
+        """Return what down of a dense layer reads: `[tokens, intermediate]`."""
+        return self._dense_mlp().activation(x)
 
     def mlp_output(self, hidden: torch.Tensor, activation: torch.Tensor) -> torch.Tensor:
-        """Project back and add the residual."""
-        return hidden + self._groups[(DOWN,)](activation)[0]
+        """Project back in a dense layer and add the residual."""
+        return hidden + self._dense_mlp().output(activation)
 
     def replace(self, name: str, weight: Weight) -> None:
         """Put another weight in the place of the linear `name`; the block must be unfused."""
-        for names, group in self._groups.items():
-            if name in names:
+        for group in self._groups:
+            if name in group.names:
                 group.replace(name, weight)
                 return
         raise KeyError(name)
 
     @property
+    def _groups(self) -> tuple[LinearGroup, ...]:
+        return (self._qkv, self._output, *self.mlp.groups)
+
+    def _dense_mlp(self) -> GatedMLP:
+        if isinstance(self.mlp, MoE):
+            raise TypeError("this layer has experts; their stages are those of `mlp`, a MoE")
+        return self.mlp
+
+    @property
     def resident_bytes(self) -> int:
         """Bytes of weights, biases and norms."""
         norms = [self._input_norm, self._mlp_norm, self._q_norm, self._k_norm]
-        return sum(group.resident_bytes for group in self._groups.values()) + sum(
-            norm.weight.nbytes for norm in norms if norm is not None
+        router = self.mlp.router_bytes if isinstance(self.mlp, MoE) else 0
+        return (
+            router
+            + sum(group.resident_bytes for group in self._groups)
+            + sum(norm.weight.nbytes for norm in norms if norm is not None)
         )
 
     def kernels(self, prefix: str) -> list[KernelRow]:
         """Describe which kernel each linear got."""
-        return [row for group in self._groups.values() for row in group.rows(prefix)]
+        rows = [row for group in self._groups for row in group.rows(prefix)]
+        return [*rows, self.mlp.router_row(prefix)] if isinstance(self.mlp, MoE) else rows
 
 
 class Decoder:

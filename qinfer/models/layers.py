@@ -1,4 +1,4 @@
-"""The layers of a decoder: a linear with its chosen kernel, and the norm."""
+"""The layers of a decoder: a linear with its chosen kernel, the gated MLP and the norm."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -129,6 +129,31 @@ class LinearGroup:
             raise ValueError(f"{name} is fused with {self.names}; build the block unfused")
         old = self._parts[index]
         self._parts[index] = Linear(weight, old.bias, dtype=self._dtype, device=self._device)
+
+
+class GatedMLP:
+    """`down(silu(gate(x)) * up(x))` (SwiGLU, arXiv 2002.05202).
+
+    Args:
+        gate_up: gate, then up.
+        down: alone.
+    """
+
+    def __init__(self, gate_up: LinearGroup, down: LinearGroup) -> None:
+        self.groups = (gate_up, down)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply to `x` `[rows, hidden]`."""
+        return self.output(self.activation(x))
+
+    def activation(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what down reads: `[rows, intermediate]`."""
+        gate, up = self.groups[0](x)
+        return reference.silu_mul(gate, up)
+
+    def output(self, activation: torch.Tensor) -> torch.Tensor:
+        """Project what `activation` returned back: `[rows, hidden]`."""
+        return self.groups[1](activation)[0]
 
 
 class RMSNorm:

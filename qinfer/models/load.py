@@ -10,7 +10,12 @@ import torch
 from qinfer.checkpoint.reader import Checkpoint
 from qinfer.errors import CheckpointError, ConfigError
 from qinfer.kernels.linear import own
-from qinfer.models.config import ModelConfig, block_tensor_names, linear_shapes
+from qinfer.models.config import (
+    ModelConfig,
+    block_linear_shapes,
+    block_tensor_shapes,
+    linear_shapes,
+)
 from qinfer.models.decoder import Decoder, DecoderBlock
 from qinfer.models.layers import Linear, RMSNorm, Weight
 from qinfer.models.rope import RotaryTable
@@ -89,15 +94,13 @@ def block_weights(checkpoint: Checkpoint, config: ModelConfig, layer: int) -> di
         CheckpointError: a tensor is missing, damaged or of the wrong shape.
     """
     prefix = f"model.layers.{layer}."
-    shapes = linear_shapes(config)
     weights: dict[str, Weight] = {}
-    for name, is_linear in block_tensor_names(config).items():
-        full = prefix + name
-        if is_linear:
-            inputs, outputs = shapes[full]
-            weights[name] = checkpoint.weight(full, in_features=inputs, out_features=outputs)
-        else:
-            weights[name] = own(checkpoint.tensor(full))
+    for name, (inputs, outputs) in block_linear_shapes(config, layer).items():
+        weight = checkpoint.weight(prefix + name, in_features=inputs, out_features=outputs)
+        weights[name] = weight
+    for name, shape in block_tensor_shapes(config, layer).items():
+        check_shape(checkpoint, prefix + name, shape)
+        weights[name] = own(checkpoint.tensor(prefix + name))
     return weights
 
 
@@ -163,12 +166,10 @@ def _head(
 
 def _needed(config: ModelConfig) -> tuple[list[str], list[str]]:
     """Return the names of plain tensors and of linears that the model needs."""
-    names = block_tensor_names(config)
     plain = [EMBEDDING, FINAL_NORM]
-    linears: list[str] = []
     for layer in range(config.num_layers):
-        for name, is_linear in names.items():
-            (linears if is_linear else plain).append(f"model.layers.{layer}.{name}")
+        plain += [f"model.layers.{layer}.{name}" for name in block_tensor_shapes(config, layer)]
+    linears = list(linear_shapes(config))
     if not config.tie_word_embeddings:
         linears.append(HEAD)
     return plain, linears

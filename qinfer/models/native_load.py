@@ -19,7 +19,12 @@ from qinfer.kernels.cpu import native, paged, tiled
 from qinfer.kernels.cpu.arena import Arena, aligned, release_freed
 from qinfer.kernels.spec import LinearSpec
 from qinfer.models.causal_lm import CausalLM
-from qinfer.models.config import ModelConfig, block_tensor_names, linear_shapes
+from qinfer.models.config import (
+    ModelConfig,
+    block_linear_shapes,
+    block_tensor_shapes,
+    linear_shapes,
+)
 from qinfer.models.load import (
     EMBEDDING,
     FINAL_NORM,
@@ -102,6 +107,8 @@ def _native_refusal(
     dtype = resolve_dtype(options.dtype, config)
     if dtype == torch.float16:
         return "the C++ kernels compute in float32, float16 was asked for"
+    if config.moe is not None and any(config.moe.sparse_layers):
+        return "the C++ program runs dense layers only, not mixtures of experts"
     reason = paged.unsupported_reason(config.num_heads, config.num_kv_heads, config.head_dim)
     if reason is not None:
         return reason
@@ -173,17 +180,16 @@ def _weights(
 def _layer(
     checkpoint: Checkpoint, config: ModelConfig, layer: int, dtype: torch.dtype, placing: Placing
 ) -> NativeLayer:
-    prefix, shapes = f"model.layers.{layer}.", linear_shapes(config)
+    prefix, shapes = f"model.layers.{layer}.", block_linear_shapes(config, layer)
 
     def linear(name: str) -> Source:
-        inputs, outputs = shapes[prefix + name]
+        inputs, outputs = shapes[name]
         return _linear(checkpoint, prefix + name, (outputs, inputs), dtype)
 
-    vectors = {
-        name: checkpoint.tensor(prefix + name).to(dtype).float()
-        for name, is_linear in block_tensor_names(config).items()
-        if not is_linear
-    }
+    vectors = {}
+    for name, expected in block_tensor_shapes(config, layer).items():
+        check_shape(checkpoint, prefix + name, expected)
+        vectors[name] = checkpoint.tensor(prefix + name).to(dtype).float()
     return NativeLayer(config, layer, linear, vectors, placing=placing)
 
 

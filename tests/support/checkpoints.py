@@ -35,6 +35,19 @@ _FAMILIES = {
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+}
+# What the families with experts have beside TINY: layer 0 of qwen3_moe stays dense.
+_MOE: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 96,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
 }
 
 
@@ -52,7 +65,7 @@ def write_tiny(
     `overrides` replace fields of the transformers config (`TINY` by default). Norm weights and
     biases are random too, so that a test notices when one is ignored.
     """
-    settings = TINY | overrides
+    settings = TINY | _MOE.get(family, {}) | overrides
     if family == "mistral":
         settings.setdefault("sliding_window", None)
     config_class, model_class = _FAMILIES[family]

@@ -49,6 +49,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3-tied-bias": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
 }
+MOE_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", {}),
+    "mixtral-window-tied": ("mixtral", {"sliding_window": 20, "tie_word_embeddings": True}),
+    "qwen3-moe": ("qwen3_moe", {}),
+    "qwen3-moe-plain-weights": ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": []}),
+    "qwen3-moe-every-other": (
+        "qwen3_moe",
+        {"decoder_sparse_step": 2, "mlp_only_layers": [], "num_hidden_layers": 3},
+    ),
+    "qwen3-moe-window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 20}),
+}
 
 
 def oracle(path: Path, ids: list[int]) -> torch.Tensor:

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from qinfer.formats import gptq
 from qinfer.formats.weight import QuantizedWeight
+from qinfer.models.config import ModelConfig, linear_shapes
 from qinfer.schemes import WeightScheme
 
 
@@ -25,12 +26,13 @@ def quantize_directory(path: Path, scheme: WeightScheme, *, version: gptq.Versio
     """Quantize the decoder linears of a tiny checkpoint in place."""
     file = path / "model.safetensors"
     tensors = load_file(file)
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
-        weight = round_to_nearest(tensors.pop(name), scheme)
+    config = json.loads((path / "config.json").read_text())
+    for name in linear_shapes(ModelConfig.from_dict(config)):
+        weight = round_to_nearest(tensors.pop(f"{name}.weight"), scheme)
         for part, tensor in gptq.to_tensors(weight, version=version).items():
-            tensors[f"{name.removesuffix('weight')}{part}"] = tensor
+            tensors[f"{name}.{part}"] = tensor
     save_file(tensors, file, metadata={"format": "pt"})
     settings = gptq.config(scheme, version=version)
-    config = json.loads((path / "config.json").read_text()) | {"quantization_config": settings}
+    config["quantization_config"] = settings
     (path / "config.json").write_text(json.dumps(config, indent=2))
     (path / "quantize_config.json").write_text(json.dumps(settings, indent=2))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.checkpoints import write_tiny
-from support.decoders import IDS, VARIANTS, oracle
+from support.decoders import IDS, MOE_VARIANTS, VARIANTS, oracle
 from support.steps import Chunk, layout_of, make_inputs, run_chunked
 
 from qinfer.checkpoint.reader import open_checkpoint
@@ -19,9 +19,9 @@ def load(path: Path, dtype: str = "float32") -> Decoder:
     return load_decoder(open_checkpoint(path), dtype=dtype)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *MOE_VARIANTS])
 def test_logits_equal_those_of_transformers(variant: str, tmp_path: Path) -> None:
-    family, overrides = VARIANTS[variant]
+    family, overrides = (VARIANTS | MOE_VARIANTS)[variant]
     path = write_tiny(tmp_path / "model", family, **overrides)
     decoder = load(path)
     pool = KVPool(layout_of(decoder.config), 8)

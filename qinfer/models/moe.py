@@ -1,0 +1,125 @@
+"""A mixture of experts in the place of a dense MLP (Mixtral, arXiv 2401.04088; Qwen3-MoE).
+
+A router scores all experts, each token goes through the best few, and their outputs are added,
+weighted by the scores. Everything is row-stable: an expert computes the rows that were routed to it
+in fixed tiles, and a token's sum is taken in ascending order of its experts, so that its bits do
+not depend on which other tokens are in the step.
+
+Calibration stands between the stages, as it does in a dense layer:
+
+1. `routing = moe.route(x)` for `x = block.mlp_input(hidden)`, once per sample;
+2. `rows = routing.tokens(expert)`; `x[rows]` is what the expert's gate and up read;
+3. `inner = moe.activation(expert, x[rows])` is what its down reads;
+4. `moe.add_output(out, routing, expert, inner)` for every expert in ascending order, with `out`
+   zeros; the layer's output is `hidden + out`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from qinfer.kernels import reference
+from qinfer.models.config import MoEConfig
+from qinfer.models.layers import GatedMLP, KernelRow, Linear, LinearGroup
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routing:
+    """Which experts each token goes through.
+
+    Args:
+        experts: int64 `[tokens, experts per token]`, the highest score first.
+        weights: float32, the same shape.
+    """
+
+    experts: torch.Tensor
+    weights: torch.Tensor
+
+    def used(self) -> list[int]:
+        """Return the experts that have at least one token, ascending."""
+        used: list[int] = self.experts.unique().tolist()
+        return used
+
+    def tokens(self, expert: int) -> torch.Tensor:
+        """Return the rows of the tokens that go through `expert`, ascending: int64 `[n]`."""
+        return (self.experts == expert).any(-1).nonzero()[:, 0]
+
+    def weights_of(self, expert: int) -> torch.Tensor:
+        """Return the weights of its outputs, in the order of `tokens`: float32 `[n]`."""
+        return self.weights[self.experts == expert]  # row by row, and a row has it at most once
+
+
+class MoE:
+    """A router and its experts.
+
+    Args:
+        config: how many there are and how they are weighted.
+        router: `[experts, hidden]`, any float type; scores are computed in float32.
+        experts: in order.
+        device: where it runs.
+    """
+
+    def __init__(
+        self, config: MoEConfig, router: torch.Tensor, experts: Sequence[GatedMLP], *, device: str
+    ) -> None:
+        self.config = config
+        self.experts = tuple(experts)
+        self._router = Linear(router.float(), None, dtype=torch.float32, device=device)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply to `x` `[tokens, hidden]`; returns the weighted sums in float32."""
+        routing = self.route(x)
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert in routing.used():
+            inner = self.activation(expert, x[routing.tokens(expert)])
+            self.add_output(out, routing, expert, inner)
+        return out
+
+    def route(self, x: torch.Tensor) -> Routing:
+        """Choose the experts of every row of `x` `[tokens, hidden]`.
+
+        Softmax over all experts, then the best `num_experts_per_token`; of equal scores the lower
+        expert comes first.
+        """
+        logits = self._router(x.float())  # [tokens, experts]
+        scores = reference.elementwise(torch.exp, logits - logits.amax(-1, keepdim=True))
+        scores = scores / scores.sum(-1, keepdim=True)
+        ranked, order = scores.sort(dim=-1, descending=True, stable=True)
+        chosen = self.config.num_experts_per_token
+        weights = ranked[:, :chosen]
+        if self.config.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return Routing(order[:, :chosen], weights)
+
+    def activation(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        """Return what down of `expert` reads for its rows `x` `[n, hidden]`: `[n, inner]`."""
+        return self.experts[expert].activation(x)
+
+    def add_output(
+        self, out: torch.Tensor, routing: Routing, expert: int, inner: torch.Tensor
+    ) -> None:
+        """Add one expert's weighted outputs to `out`; call it in ascending order of experts.
+
+        Args:
+            out: float32 `[tokens, hidden]`, zeros before the first expert.
+            routing: of these tokens.
+            expert: which one.
+            inner: what `activation` gave for its rows, `[n, inner]`.
+        """
+        y = self.experts[expert].output(inner).float()
+        out.index_add_(0, routing.tokens(expert), y * routing.weights_of(expert).unsqueeze(-1))
+
+    @property
+    def groups(self) -> tuple[LinearGroup, ...]:
+        """The experts' linears, in order; the router is not among them."""
+        return tuple(group for expert in self.experts for group in expert.groups)
+
+    @property
+    def router_bytes(self) -> int:
+        """Bytes of the router."""
+        return self._router.resident_bytes
+
+    def router_row(self, prefix: str) -> KernelRow:
+        """Describe the router's kernel for a report."""
+        return self._router.row(f"{prefix}.{self.config.names.router}")
