@@ -1,0 +1,297 @@
+"""KV conditioning: factors on rotary pairs of q and k that keep outliers out of a quantized cache.
+
+A rotary pair of a key may be divided by any positive number if the same pair of the queries that
+meet it is multiplied by it: the rotation commutes with the factor and the scores stay the same
+(SmoothAttention, QServe, arXiv 2405.04532, section 4.2, where the exponent is fixed). Here the
+factors are `rms ** alpha` of the pair, rounded to powers of two, so that folding them into weights,
+scales, biases or norms changes no significant bit; alpha is searched per head by the error of
+the attention output under the very formula that stores keys.
+
+Tensors in, exponents out: nothing here knows of blocks, files or models. Factors are always given
+as exponents of two, int64 `[heads, head_dim / 2]`, where heads are kv heads or a single row that
+all of them share.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from qinfer.errors import QuantizationError
+from qinfer.kernels.reference import dequantize_kv, quantize_kv
+from qinfer.schemes import KVScheme
+
+ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
+# The first tokens of a text draw attention whatever they say, with keys unlike all others.
+SKIPPED_TOKENS = 4
+# Activations keep this far from the largest float16, in which other engines may run the model.
+_LARGEST_ACTIVATION = 8192.0
+_NO_LIMIT = 1 << 20
+_QUERY_ROWS = 512  # scores of so many query rows are in memory at a time
+
+Limits = tuple[torch.Tensor, torch.Tensor]  # lowest and highest exponent, int64 [heads, pairs]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionSample:
+    """What attention reads in one window of a text that starts at position 0, float32.
+
+    Args:
+        q: rotated queries `[tokens, heads, head_dim]`.
+        k: rotated keys `[tokens, kv_heads, head_dim]`.
+        v: values, as keys.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a kv head."""
+        return self.q.shape[1] // self.k.shape[1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadErrors:
+    """Squared errors of attention outputs, summed over tokens and the heads of a group.
+
+    Args:
+        squared: float64 `[candidates, kv_heads]`.
+        energy: float64 `[kv_heads]`, the squared outputs without any error.
+    """
+
+    squared: torch.Tensor
+    energy: torch.Tensor
+
+
+def pair_rms(samples: Sequence[AttentionSample], *, shared: bool) -> torch.Tensor:
+    """Return the root mean square of every rotary pair of the keys, both channels together.
+
+    Args:
+        samples: windows; the first tokens of each are left out where there are others.
+        shared: over all heads at once.
+
+    Returns:
+        float64 `[kv_heads, head_dim / 2]`, or `[1, head_dim / 2]`.
+    """
+    skipped = SKIPPED_TOKENS if any(len(s.k) > SKIPPED_TOKENS for s in samples) else 0
+    keys = torch.cat([sample.k[skipped:] for sample in samples])  # [tokens, kv_heads, dim]
+    squares: torch.Tensor = keys.double().square().unflatten(-1, (2, -1)).mean(dim=(0, 2))
+    return (squares.mean(0, keepdim=True) if shared else squares).sqrt()
+
+
+def candidate_exponents(rms: torch.Tensor, limits: Limits) -> torch.Tensor:
+    """Return the exponents of `rms ** alpha` for every alpha of `ALPHAS`.
+
+    The geometric mean of a head's factors is 1 before they are rounded to powers of two. A pair
+    that is always zero has no say and gets none.
+
+    Args:
+        rms: float64 `[heads, pairs]`.
+        limits: what can be folded; exponents beyond are clamped.
+
+    Returns:
+        int64 `[len(ALPHAS), heads, pairs]`.
+    """
+    alive = rms > 0
+    logs = torch.where(alive, rms, 1.0).log2()
+    mean = logs.sum(-1, keepdim=True) / alive.sum(-1, keepdim=True).clamp_min(1)
+    centred = torch.where(alive, logs - mean, 0.0)
+    low, high = limits
+    return torch.stack([(alpha * centred).round().long().clamp(low, high) for alpha in ALPHAS])
+
+
+def attention_errors(
+    sample: AttentionSample, exponents: torch.Tensor, scheme: KVScheme, window: int | None
+) -> HeadErrors:
+    """Return what quantizing the divided keys does to causal attention, for every candidate.
+
+    Values stay as they are. The factors never touch the queries here: multiplying the restored
+    keys by them is exact and the same.
+
+    Args:
+        sample: one window.
+        exponents: int64 `[candidates, kv_heads or 1, pairs]`.
+        scheme: how keys are stored.
+        window: tokens that a query may see, itself included; None = all.
+    """
+    num_heads = sample.k.shape[1]
+    energy = torch.zeros(num_heads, dtype=torch.float64)
+    squared = torch.zeros(len(exponents), num_heads, dtype=torch.float64)
+    restored = [restored_keys(sample.k, candidate, scheme) for candidate in exponents]
+    distinct = _first_equal(exponents.expand(-1, num_heads, -1))
+    rows = max(1, _QUERY_ROWS // sample.group_size)
+    for start in range(0, len(sample.k), rows):
+        queries = slice(start, min(start + rows, len(sample.k)))
+        hidden = _hidden(queries, len(sample.k), window)
+        for head in range(num_heads):
+            exact = _attend(sample, sample.k, head, queries, hidden)
+            energy[head] += exact.square().sum(dtype=torch.float64)
+            for index, keys in enumerate(restored):
+                if distinct[index][head] == index:
+                    out = _attend(sample, keys, head, queries, hidden)
+                    squared[index, head] += (out - exact).square().sum(dtype=torch.float64)
+    for index, firsts in enumerate(distinct):
+        squared[index] = squared[torch.tensor(firsts), torch.arange(num_heads)]
+    return HeadErrors(squared, energy)
+
+
+def restored_keys(k: torch.Tensor, exponents: torch.Tensor, scheme: KVScheme) -> torch.Tensor:
+    """Return keys `[tokens, kv_heads, dim]` as a cache restores them, with the factors undone."""
+    factors = powers_of_two(exponents).repeat(1, 2)  # [heads, dim]
+    codes, scales = quantize_kv(k / factors, scheme)
+    return dequantize_kv(codes, scales) * factors
+
+
+def choose(errors: torch.Tensor) -> torch.Tensor:
+    """Return the index of the least error per column; the first of equals, so alpha 0 wins ties.
+
+    Args:
+        errors: float64 `[candidates, heads]`.
+    """
+    best = torch.zeros(errors.shape[1], dtype=torch.int64)
+    for index in range(1, len(errors)):
+        least = errors.gather(0, best.unsqueeze(0))[0]
+        best = torch.where(errors[index] < least, index, best)
+    return best
+
+
+def exponent_limits(scaled: Mapping[str, torch.Tensor], num_heads: int, num_pairs: int) -> Limits:
+    """Return the exponents that can be folded into tensors without touching a significant bit.
+
+    Every value must stay a normal number of its type; where one is subnormal already, it may only
+    grow. An exponent of 0 is always within.
+
+    Args:
+        scaled: see `fold`.
+        num_heads: kv heads, or 1 where all share their factors.
+        num_pairs: half the head's size.
+    """
+    low, high = no_limits(num_heads, num_pairs)
+    for name, tensor in scaled.items():
+        down, up = _row_limits(tensor)
+        if not is_query(name):  # keys are divided
+            down, up = -up, -down
+        # Query heads of a group lie next to each other: [kv heads, group * 2, pairs].
+        low = torch.maximum(low, down.view(num_heads, -1, num_pairs).amax(1))
+        high = torch.minimum(high, up.view(num_heads, -1, num_pairs).amin(1))
+    return low, high
+
+
+def no_limits(num_heads: int, num_pairs: int) -> Limits:
+    """Return limits that nothing reaches."""
+    high = torch.full((num_heads, num_pairs), _NO_LIMIT)
+    return -high, high
+
+
+def activation_limits(samples: Sequence[AttentionSample], *, shared: bool) -> Limits:
+    """Return the exponents that leave queries and keys room in float16, as `exponent_limits`."""
+    groups = 1 if shared else samples[0].k.shape[1]
+    amax = [
+        torch.stack([x.abs().amax(0) for x in parts])  # [samples, heads, dim]
+        .amax(0)
+        .view(groups, -1, parts[0].shape[-1] // 2)
+        .amax(1)
+        .double()
+        for parts in ([s.q for s in samples], [s.k for s in samples])
+    ]
+    up, down = ((_LARGEST_ACTIVATION / x.clamp_min(1e-30)).log2().floor().long() for x in amax)
+    return -down.clamp_min(0), up.clamp_min(0)
+
+
+def fold(scaled: Mapping[str, torch.Tensor], exponents: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Multiply the rows that make queries by the factors and divide those that make keys.
+
+    Args:
+        scaled: weights, group scales, biases or norms with the output rows first, by names inside
+            the block (`self_attn.q_proj...`, `self_attn.k_norm...`).
+        exponents: int64 `[kv_heads or 1, pairs]`.
+
+    Returns:
+        New tensors under the same names.
+
+    Raises:
+        QuantizationError: a value would lose bits; names the tensor.
+    """
+    folded = {}
+    per_channel = exponents.repeat(1, 2)  # [kv heads, dim]
+    for name, tensor in scaled.items():
+        repeats = len(tensor) // per_channel.numel()
+        rows = per_channel.repeat_interleave(repeats, 0) if is_query(name) else -per_channel
+        factors = powers_of_two(rows).view(-1, *[1] * (tensor.dim() - 1))
+        wide = tensor.float()
+        result = (wide * factors).to(tensor.dtype)
+        if not torch.equal(result.float() / factors, wide):
+            raise QuantizationError(
+                f"{name}: factors from 2^{int(rows.min())} to 2^{int(rows.max())} cannot be folded "
+                f"into {str(tensor.dtype).removeprefix('torch.')} without losing bits"
+            )
+        folded[name] = result
+    return folded
+
+
+def powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """Return `2 ** exponents` as float32, exactly."""
+    return torch.ldexp(torch.ones(exponents.shape), exponents)
+
+
+def is_query(name: str) -> bool:
+    """Tell tensors that make queries from those that make keys, by their names in the block."""
+    return name.startswith("self_attn.q_")
+
+
+def _row_limits(tensor: torch.Tensor) -> Limits:
+    """Return by which exponents each row of a tensor may be multiplied, int64 `[rows]`."""
+    facts = torch.finfo(tensor.dtype)
+    sizes = tensor.abs().flatten(1) if tensor.dim() > 1 else tensor.abs()[:, None]
+    largest = sizes.amax(1).float()
+    smallest = sizes.masked_fill(sizes == 0, torch.inf).amin(1).float()
+    zero = largest == 0
+    down = _exponent(torch.tensor(facts.tiny)) - _exponent(smallest.masked_fill(zero, 1.0))
+    up = _exponent(torch.tensor(facts.max)) - _exponent(largest.masked_fill(zero, 1.0))
+    down, up = down.clamp_max(0), up.clamp_min(0)
+    return down.masked_fill(zero, -_NO_LIMIT), up.masked_fill(zero, _NO_LIMIT)
+
+
+def _exponent(positive: torch.Tensor) -> torch.Tensor:
+    """Return `floor(log2(x))`, int64."""
+    return torch.frexp(positive).exponent.long() - 1
+
+
+def _attend(
+    sample: AttentionSample,
+    keys: torch.Tensor,
+    head: int,
+    queries: slice,
+    hidden: torch.Tensor,
+) -> torch.Tensor:
+    """Attend with one group's queries over `keys`; returns `[group, rows, dim]`."""
+    group = sample.group_size
+    q = sample.q[queries, head * group : (head + 1) * group].transpose(0, 1)  # [group, rows, dim]
+    scores = (q @ keys[: hidden.shape[1], head].T) * q.shape[-1] ** -0.5
+    weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
+    mixed: torch.Tensor = weights @ sample.v[: hidden.shape[1], head]
+    return mixed
+
+
+def _hidden(queries: slice, num_tokens: int, window: int | None) -> torch.Tensor:
+    """Return bool `[rows, keys]`, true where causality or the sliding window forbid to look.
+
+    Keys behind the last query are left out.
+    """
+    rows = torch.arange(queries.start, queries.stop)[:, None]
+    keys = torch.arange(min(num_tokens, queries.stop))
+    hidden = keys > rows
+    return hidden if window is None else hidden | (keys <= rows - window)
+
+
+def _first_equal(exponents: torch.Tensor) -> list[list[int]]:
+    """Return for every candidate and head the first candidate with the same exponents."""
+    return [
+        [
+            next(i for i in range(index + 1) if torch.equal(exponents[i, head], own))
+            for head, own in enumerate(candidate)
+        ]
+        for index, candidate in enumerate(exponents)
+    ]

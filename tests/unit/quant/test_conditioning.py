@@ -1,0 +1,257 @@
+"""The mathematics of KV conditioning, against literal formulas and exact arithmetic."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qinfer.errors import QuantizationError
+from qinfer.quant.conditioning import (
+    ALPHAS,
+    AttentionSample,
+    activation_limits,
+    attention_errors,
+    candidate_exponents,
+    choose,
+    exponent_limits,
+    fold,
+    no_limits,
+    pair_rms,
+    powers_of_two,
+    restored_keys,
+)
+from qinfer.schemes import KV_SCHEMES
+
+INT8 = KV_SCHEMES["int8"]
+
+
+def make_sample(
+    tokens: int = 11, heads: int = 4, kv_heads: int = 2, dim: int = 8, seed: int = 0
+) -> AttentionSample:
+    generator = torch.Generator().manual_seed(seed)
+    k = torch.randn(tokens, kv_heads, dim, generator=generator)
+    k[:, 0, 1] *= 50  # an outlier in one channel of pair 1
+    return AttentionSample(
+        torch.randn(tokens, heads, dim, generator=generator),
+        k,
+        torch.randn(tokens, kv_heads, dim, generator=generator),
+    )
+
+
+def bf16_up(x: float) -> float:
+    """Round a positive number up to 8 significant bits."""
+    mantissa, exponent = math.frexp(x)
+    return math.ldexp(math.ceil(mantissa * 256), exponent - 8)
+
+
+def stored(vector: list[float], factors: list[float]) -> list[float]:
+    """Divide, quantize to INT8, restore and multiply again, number by number."""
+    divided = [x / f for x, f in zip(vector, factors, strict=True)]
+    scale = bf16_up(max(abs(x) for x in divided) / 127)
+    return [round(x / scale) * scale * f for x, f in zip(divided, factors, strict=True)]
+
+
+def attend(q: list[float], keys: list[list[float]], values: list[list[float]]) -> tuple[float, ...]:
+    scores = [sum(a * b for a, b in zip(q, k, strict=True)) / math.sqrt(len(q)) for k in keys]
+    weights = [math.exp(score - max(scores)) for score in scores]
+    total = sum(weights)
+    return tuple(
+        sum(w * v[channel] for w, v in zip(weights, values, strict=True)) / total
+        for channel in range(len(values[0]))
+    )
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (2, 2), (3, 1)])
+def test_errors_are_those_of_textbook_attention(
+    window: int | None, heads: int, kv_heads: int
+) -> None:
+    sample = make_sample(heads=heads, kv_heads=kv_heads)
+    exponents = torch.tensor([[0, 0, 0, 0], [-1, 5, 0, -2]]).unsqueeze(1).repeat(1, kv_heads, 1)
+    errors = attention_errors(sample, exponents, INT8, window)
+    group = heads // kv_heads
+    for head in range(kv_heads):
+        keys, values = sample.k[:, head].tolist(), sample.v[:, head].tolist()
+        energy = 0.0
+        squared = [0.0, 0.0]
+        for index, candidate in enumerate(exponents[:, head].tolist()):
+            factors = [2.0**e for e in candidate] * 2
+            restored = [stored(key, factors) for key in keys]
+            for query_head in range(head * group, (head + 1) * group):
+                for token, q in enumerate(sample.q[:, query_head].tolist()):
+                    seen = slice(0 if window is None else max(0, token + 1 - window), token + 1)
+                    exact = attend(q, keys[seen], values[seen])
+                    out = attend(q, restored[seen], values[seen])
+                    squared[index] += sum((a - b) ** 2 for a, b in zip(out, exact, strict=True))
+                    energy += sum(a * a for a in exact) if index == 0 else 0.0
+        assert errors.squared[:, head].tolist() == pytest.approx(squared, rel=1e-3)
+        assert float(errors.energy[head]) == pytest.approx(energy, rel=1e-4)
+
+
+def test_blocks_of_queries_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = make_sample(tokens=40)
+    exponents = torch.tensor([[[0, 0, 0, 0]], [[0, 5, 0, 0]]])
+    whole = attention_errors(sample, exponents, INT8, 7)
+    monkeypatch.setattr("qinfer.quant.conditioning._QUERY_ROWS", 14)
+    cut = attention_errors(sample, exponents, INT8, 7)
+    assert torch.allclose(whole.squared, cut.squared, rtol=1e-4)
+    assert torch.allclose(whole.energy, cut.energy, rtol=1e-5)
+
+
+def test_restored_keys_without_factors_are_those_of_the_cache() -> None:
+    sample = make_sample()
+    keys = restored_keys(sample.k, torch.zeros(1, 4, dtype=torch.int64), INT8)
+    for token in range(len(keys)):
+        for head in range(2):
+            expected = stored(sample.k[token, head].tolist(), [1.0] * 8)
+            assert keys[token, head].tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_rms_joins_both_channels_and_leaves_out_the_first_tokens() -> None:
+    sample = make_sample()
+    sample.k[:4] = 1e6
+    rms = pair_rms([sample, make_sample(seed=1)], shared=False)
+    keys = torch.cat([sample.k[4:], make_sample(seed=1).k[4:]])
+    for head in range(2):
+        for pair in range(4):
+            values = [*keys[:, head, pair].tolist(), *keys[:, head, pair + 4].tolist()]
+            expected = math.sqrt(sum(x * x for x in values) / len(values))
+            assert float(rms[head, pair]) == pytest.approx(expected)
+    shared = pair_rms([sample, make_sample(seed=1)], shared=True)
+    assert shared.shape == (1, 4)
+    assert torch.allclose(shared[0].square(), rms.square().mean(0))
+
+
+def test_windows_of_a_few_tokens_still_count() -> None:
+    sample = make_sample(tokens=3)
+    expected = sample.k.double().square().unflatten(-1, (2, 4)).mean((0, 2)).sqrt()
+    assert torch.allclose(pair_rms([sample], shared=False), expected)
+
+
+def test_candidates_are_rounded_powers_of_the_rms() -> None:
+    rms = torch.tensor([[1.0, 64.0, 0.125, 1.0], [3.0, 3.0, 3.0, 3.0]], dtype=torch.float64)
+    candidates = candidate_exponents(rms, no_limits(2, 4))
+    mean = sum(math.log2(x) for x in rms[0].tolist()) / 4
+    for index, alpha in enumerate(ALPHAS):
+        expected = [round(alpha * (math.log2(x) - mean)) for x in rms[0].tolist()]
+        assert candidates[index, 0].tolist() == expected
+        assert candidates[index, 1].tolist() == [0] * 4  # nothing to even out
+    assert candidates[0].eq(0).all()
+
+
+def test_a_pair_that_is_always_zero_gets_no_factor_and_has_no_say() -> None:
+    rms = torch.tensor([[0.0, 4.0, 16.0, 8.0], [0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+    candidates = candidate_exponents(rms, no_limits(2, 4))
+    assert candidates[-1].tolist() == [[0, -1, 1, 0], [0, 0, 0, 0]]
+
+
+def test_the_least_error_is_chosen_and_no_factor_wins_ties() -> None:
+    errors = torch.tensor([[1.0, 2.0, 0.0], [1.0, 1.0, 0.0], [1.0, 0.5, 1.0], [2.0, 0.5, 0.0]])
+    assert choose(errors).tolist() == [0, 2, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@given(data=st.data())
+def test_folding_within_the_limits_is_exact(dtype: torch.dtype, data: st.DataObject) -> None:
+    seed = data.draw(st.integers(0, 1 << 20))
+    generator = torch.Generator().manual_seed(seed)
+    spread = data.draw(st.sampled_from([0, 4, 12, 40]))
+    kv_heads, group, pairs = 2, 3, 4
+
+    def tensor(rows: int, *columns: int) -> torch.Tensor:
+        x = torch.randn(rows, *columns, generator=generator)
+        scale = (torch.randn(rows, *columns, generator=generator) * spread).exp2()
+        x = (x * scale).to(dtype)
+        return x.masked_fill(~x.isfinite(), 1.0)
+
+    scaled = {
+        "self_attn.q_proj": tensor(kv_heads * group * pairs * 2, 5),
+        "self_attn.k_proj": tensor(kv_heads * pairs * 2, 5),
+        "self_attn.q_proj.bias": tensor(kv_heads * group * pairs * 2),
+        "self_attn.k_proj.bias": tensor(kv_heads * pairs * 2),
+    }
+    low, high = exponent_limits(scaled, kv_heads, pairs)
+    assert (low <= 0).all()
+    assert (high >= 0).all()
+    share = torch.rand(kv_heads, pairs, generator=generator)
+    low, high = low.clamp_min(-60), high.clamp_max(60)
+    exponents = (low + share * (high - low)).floor().long()
+    folded = fold(scaled, exponents)
+    for name, before in scaled.items():
+        after = folded[name]
+        assert after.dtype == dtype
+        assert after.isfinite().all()
+        sign = 1 if ".q_" in name else -1
+        heads = before.view(-1, pairs * 2, *before.shape[1:])
+        changed = after.view(-1, pairs * 2, *before.shape[1:])
+        for head in range(len(heads)):
+            kv_head = head // group if ".q_" in name else head
+            for channel in range(pairs * 2):
+                exponent = sign * int(exponents[kv_head, channel % pairs])
+                exact = heads[head, channel].double() * 2.0**exponent
+                assert torch.equal(changed[head, channel].double(), exact)
+
+
+def test_a_fold_that_would_lose_bits_is_refused() -> None:
+    scaled = {"self_attn.k_proj": torch.full((4, 3), 2.0**-14 + 2.0**-24, dtype=torch.float16)}
+    with pytest.raises(QuantizationError, match=r"self_attn\.k_proj.*2\^-1.*float16"):
+        fold(scaled, torch.tensor([[1, 0]]))
+    large = {"self_attn.q_proj": torch.full((4, 3), 40000.0, dtype=torch.float16)}
+    with pytest.raises(QuantizationError, match=r"self_attn\.q_proj"):
+        fold(large, torch.tensor([[1, 0]]))
+
+
+def test_limits_keep_numbers_normal() -> None:
+    q = torch.ones(4, 2, dtype=torch.float16)
+    k = torch.ones(4, 2, dtype=torch.float16)
+    scaled = {"self_attn.q_proj": q, "self_attn.k_proj": k}
+    low, high = exponent_limits(scaled, 1, 2)
+    # q grows by at most 2^15 and shrinks by 2^14; k the other way round.
+    assert (low.tolist(), high.tolist()) == ([[-14, -14]], [[14, 14]])
+    k[3, 1] = 2.0**-13  # pair 1, which may now be divided by 2 only
+    low, high = exponent_limits(scaled, 1, 2)
+    assert (low.tolist(), high.tolist()) == ([[-14, -14]], [[14, 1]])
+    k[3, 1] = 2.0**-20  # subnormal: it may only grow
+    low, high = exponent_limits(scaled, 1, 2)
+    assert (low.tolist(), high.tolist()) == ([[-14, -14]], [[14, 0]])
+    k[1], k[3] = 0, 0  # a row of zeros limits nothing
+    assert exponent_limits(scaled, 1, 2)[1].tolist() == [[14, 15]]
+
+
+def test_activations_keep_room_in_float16() -> None:
+    sample = make_sample()
+    sample.q[3, 1, 5] = -3000.0  # kv head 0, pair 1
+    sample.k[2, 1, 2] = 20000.0  # kv head 1, pair 2: more than the room, so it may only shrink
+    low, high = activation_limits([make_sample(seed=2), sample], shared=False)
+    assert int(high[0, 1]) == 1
+    assert int(low[1, 2]) == 0
+    assert int(high[1, 1]) > 5
+    shared = activation_limits([make_sample(seed=2), sample], shared=True)
+    assert torch.equal(shared[0], low.amax(0, keepdim=True))
+    assert torch.equal(shared[1], high.amin(0, keepdim=True))
+
+
+def test_an_outlier_pair_is_found_and_evened_out() -> None:
+    """One pair of the keys is 64 times the rest, its queries a 64th: the scores are as without.
+
+    Conditioning must bring the error back to what it is for keys without the outlier.
+    """
+    sample = make_sample(tokens=64, dim=32)
+    sample.k[:, 0, 1] /= 50
+    plain = attention_errors(sample, torch.zeros(1, 2, 16, dtype=torch.int64), INT8, None)
+    sample.k[:, 0, [1, 17]] *= 64
+    sample.q[:, :2, [1, 17]] /= 64
+    candidates = candidate_exponents(pair_rms([sample], shared=False), no_limits(2, 16))
+    errors = attention_errors(sample, candidates, INT8, None).squared
+    best = choose(errors)
+    after = errors[best, torch.arange(2)]
+    assert (after <= errors[0]).all()
+    assert after[0] < 1.5 * plain.squared[0, 0] < 0.1 * errors[0, 0]
+    assert ALPHAS[int(best[0])] == 1
+
+
+def test_powers_are_exact() -> None:
+    exponents = torch.arange(-120, 120)
+    assert powers_of_two(exponents).tolist() == [2.0**e for e in range(-120, 120)]
