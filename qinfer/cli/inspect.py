@@ -13,7 +13,7 @@ from qinfer.checkpoint.reader import Checkpoint, open_checkpoint
 from qinfer.cli import console
 from qinfer.errors import QinferError
 from qinfer.kvcache.layout import KVLayout
-from qinfer.models.config import ModelConfig
+from qinfer.models.config import ModelConfig, MoEConfig
 from qinfer.models.tokenizer import load_tokenizer
 from qinfer.schemes import KVScheme, parse_kv_dtype
 
@@ -137,6 +137,17 @@ def _facts(facts: ModelConfig) -> dict[str, Any]:
         "max_position": facts.max_position,
         "tie_word_embeddings": facts.tie_word_embeddings,
         "dtype": facts.dtype,
+        "experts": None if facts.moe is None else _experts(facts.moe),
+    }
+
+
+def _experts(moe: MoEConfig) -> dict[str, Any]:
+    return {
+        "num_experts": moe.num_experts,
+        "num_experts_per_token": moe.num_experts_per_token,
+        "intermediate_size": moe.intermediate_size,
+        "norm_topk_prob": moe.norm_topk_prob,
+        "sparse_layers": sum(moe.sparse_layers),
     }
 
 
@@ -188,6 +199,12 @@ def _summary(report: dict[str, Any]) -> dict[str, str]:
             f"{facts['intermediate_size']}, vocabulary {facts['vocab_size']}, context "
             f"{facts['max_position']}"
         )
+        if facts["experts"]:
+            experts = facts["experts"]
+            lines["experts"] = (
+                f"{experts['num_experts']} of {experts['intermediate_size']} in "
+                f"{experts['sparse_layers']} layers, {experts['num_experts_per_token']} per token"
+            )
         lines["head"] = "tied to the embedding" if facts["tie_word_embeddings"] else "its own"
     else:
         lines["not runnable"] = report["refusal"]

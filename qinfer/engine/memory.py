@@ -107,14 +107,20 @@ def logits_bytes(model: ModelConfig, rows: int) -> int:
 def activation_bytes(model: ModelConfig, dtype: str, *, max_tokens: int, max_rows: int) -> int:
     """Estimate the transient bytes of a step whose ops make their outputs anew.
 
-    Per token: the residual stream and its normalized copy, q, k, v, gate, up and their product;
-    in float32 the scores against one KV tile, and the tile itself once per `_QUERY_TILE` tokens,
-    each in a few copies. Per row of logits: float32, and their log-softmax for scored requests.
+    Per token: the residual stream and its normalized copy, q, k, v, gate, up and their product
+    (of one expert at a time, with its inputs, its outputs and their sum); in float32 the scores
+    against one KV tile, and the tile itself once per `_QUERY_TILE` tokens, each in a few copies.
+    Per row of logits: float32, and their log-softmax for scored requests.
     """
     query = model.num_heads * model.head_dim
     key = model.num_kv_heads * model.head_dim
-    elements = 3 * model.hidden_size + query + 2 * key + 3 * model.intermediate_size
-    linear = elements * _DTYPE_BYTES[dtype]
+    inner = model.intermediate_size
+    experts = 0
+    if model.moe is not None:
+        inner = max(inner, model.moe.intermediate_size)
+        experts = 3 * model.hidden_size * _FLOAT32_BYTES
+    elements = 3 * model.hidden_size + query + 2 * key + 3 * inner
+    linear = elements * _DTYPE_BYTES[dtype] + experts
     scores = 4 * model.num_heads * _KV_TILE
     tile = 2 * 3 * key * _KV_TILE // _QUERY_TILE
     attention = (4 * query + 2 * key + scores + tile) * _FLOAT32_BYTES

@@ -158,3 +158,16 @@ def test_inspect_looks_into_pickles_when_allowed(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="pickles only"):
         inspect(path)
     assert inspect(path, "--allow-pickle")["dtypes"].keys() == {"float32"}
+
+
+def test_inspect_tells_how_many_experts_there_are(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "model", "qwen3_moe")
+    assert inspect(path)["facts"]["experts"] == {
+        "num_experts": 6,
+        "num_experts_per_token": 3,
+        "intermediate_size": 96,
+        "norm_topk_prob": True,
+        "sparse_layers": 1,
+    }
+    assert "6 of 96 in 1 layers, 3 per token" in run("inspect", path)
+    assert inspect(write_tiny(tmp_path / "dense"))["facts"]["experts"] is None

@@ -116,6 +116,17 @@ def test_activations_grow_with_tokens_and_rows() -> None:
     assert estimate(512, 256) - estimate(512, 4) == 2 * 4 * 288 * (256 - 128)
 
 
+def test_activations_of_experts_add_their_inputs_outputs_and_sum() -> None:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    names = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "dtype": "float32"}
+    mixtral = ModelConfig.from_dict({**TINY, **experts, **names})
+    sizes = [
+        activation_bytes(model, "bfloat16", max_tokens=100, max_rows=1)
+        for model in (MODEL, mixtral)
+    ]
+    assert sizes[1] - sizes[0] == 100 * 3 * 64 * 4
+
+
 def test_a_fraction_is_of_all_the_memory_that_there_is() -> None:
     config = replace(CONFIG, memory_fraction=0.5)
     total = 2 * (2 * MIB + 9 * LAYOUT.block_bytes)

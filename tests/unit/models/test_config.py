@@ -1,14 +1,18 @@
 """Model facts read from config.json: old and new spellings, and what is refused."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import transformers
+from support.checkpoints import write_tiny
 
 from qinfer.errors import CheckpointError, UnsupportedModelError
-from qinfer.models.config import ModelConfig, linear_shapes
+from qinfer.models.config import ModelConfig, block_tensor_shapes, linear_shapes
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -22,6 +26,20 @@ BASE: dict[str, Any] = {
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
     "torch_dtype": "bfloat16",
+}
+
+MIXTRAL = {
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
 }
 
 
@@ -76,6 +94,9 @@ def test_old_and_new_spelling_of_rope_and_dtype_say_the_same() -> None:
             },
             (20, None),
         ),
+        (MIXTRAL, (20, 20)),
+        (QWEN3_MOE, (None, None)),
+        ({**QWEN3_MOE, "use_sliding_window": True, "max_window_layers": 1}, (20, 20)),
         ({}, (None, None)),
     ],
 )
@@ -103,7 +124,10 @@ def test_unknown_architecture_lists_the_supported_ones() -> None:
     ("changes", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"num_local_experts": 8}, "mixture-of-experts"),
+        (
+            {"num_local_experts": 8},
+            "mixture-of-experts blocks in a model of type llama; they are run for mixtral, qwen3_m",
+        ),
         ({"rope_scaling": {"type": "longrope"}}, "rope type 'longrope'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"head_dim": 15}, "head_dim 15 is odd"),
@@ -136,6 +160,69 @@ def test_linear_shapes_are_those_of_transformers() -> None:
         if type(module).__name__ == "Linear" and name != "lm_head"
     }
     assert linear_shapes(ours) == expected
+
+
+def test_facts_of_experts() -> None:
+    mixtral, qwen = read(**MIXTRAL).moe, read(**QWEN3_MOE).moe
+    assert mixtral is not None
+    assert qwen is not None
+    assert (mixtral.num_experts, mixtral.num_experts_per_token) == (8, 2)
+    assert (mixtral.intermediate_size, mixtral.norm_topk_prob) == (128, True)
+    assert (qwen.num_experts, qwen.intermediate_size, qwen.norm_topk_prob) == (5, 48, False)
+    assert mixtral.names.expert(3)[2] == "block_sparse_moe.experts.3.w2"
+    assert qwen.names.router == "mlp.gate"
+    new = read(**QWEN3_MOE, num_local_experts=6)
+    assert new.moe == qwen  # the key of the family counts
+
+
+@pytest.mark.parametrize(
+    ("changes", "sparse"),
+    [
+        ({}, (True, True, True, True)),
+        ({"decoder_sparse_step": 2}, (False, True, False, True)),
+        ({"mlp_only_layers": [0, 3, 9]}, (False, True, True, False)),
+        ({"mlp_only_layers": [1], "decoder_sparse_step": 2}, (False, False, False, True)),
+        ({"mlp_only_layers": None}, (True, True, True, True)),
+    ],
+)
+def test_which_layers_have_experts(changes: dict[str, Any], sparse: tuple[bool, ...]) -> None:
+    config = read(**QWEN3_MOE | changes, num_hidden_layers=4)
+    assert config.moe is not None
+    assert config.moe.sparse_layers == sparse
+    assert [config.is_sparse(layer) for layer in range(4)] == list(sparse)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": None}, "num_local_experts is None"),
+        ({"num_experts": 0}, "num_experts is 0"),
+        ({"num_experts_per_tok": 6}, "num_experts_per_tok 6 is more than the 5 experts"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size is None"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ({"mlp_only_layers": "0"}, "mlp_only_layers is '0'"),
+        ({"mlp_only_layers": [True]}, r"mlp_only_layers is \[True\]"),
+    ],
+)
+def test_senseless_experts_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read(**QWEN3_MOE | changes)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_names_and_shapes_of_experts_are_those_of_the_file(tmp_path: Path, family: str) -> None:
+    path = write_tiny(tmp_path / "model", family)
+    config = ModelConfig.from_dict(json.loads((path / "config.json").read_text()))
+    ours: dict[str, tuple[int, ...]] = {
+        f"{name}.weight": (outputs, inputs)
+        for name, (inputs, outputs) in linear_shapes(config).items()
+    }
+    for layer in range(2):
+        shapes = block_tensor_shapes(config, layer)
+        ours |= {f"model.layers.{layer}.{name}": shape for name, shape in shapes.items()}
+    with safetensors.safe_open(path / "model.safetensors", "pt") as file:
+        names = [name for name in file.keys() if ".layers." in name]  # noqa: SIM118 - no dict
+        assert ours == {name: tuple(file.get_slice(name).get_shape()) for name in names}
 
 
 def test_facts_need_no_torch() -> None:
