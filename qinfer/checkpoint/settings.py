@@ -46,13 +46,20 @@ def read_quantization(
     return settings
 
 
-def kv_config(scheme: KVScheme) -> dict[str, Any]:
-    """Return what config.json records under `qinfer_kv_cache`."""
-    return {
+def kv_config(scheme: KVScheme, conditioning: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return what config.json records under `qinfer_kv_cache`.
+
+    Args:
+        scheme: recommended for serving.
+        conditioning: the summary of what was folded into q and k for it. It says what the weights
+            are like and changes nothing in how they are read, so records without it stay readable.
+    """
+    record: dict[str, Any] = {
         "format_version": _KV_FORMAT_VERSION,
         "dtype": scheme.dtype,
         "granularity": scheme.granularity,
     }
+    return record if conditioning is None else record | {"conditioning": dict(conditioning)}
 
 
 def read_kv_scheme(config: Mapping[str, Any]) -> KVScheme | None:

@@ -12,6 +12,7 @@ from qinfer.errors import QinferError
 VERBS = {
     "bench": "Measure TTFT, TPOT and throughput.",
     "chat": "Chat with a model at the terminal.",
+    "condition": "Keep outliers out of a quantized KV cache.",
     "convert": "Turn a GGUF file into a normal model directory.",
     "demo": "The whole story on a small real model, in minutes.",
     "eval": "Measure perplexity, KL divergence and agreement beside memory and speed.",

@@ -1,0 +1,311 @@
+"""Conditions one decoder block after another, and keeps what it found out.
+
+Owns the way from a block's weights and inputs to folded weights and a row of the record. The
+mathematics is in `quant.conditioning`; who runs the blocks and writes the result is elsewhere.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the customary name
+
+from qinfer.formats.weight import QuantizedWeight
+from qinfer.kernels import reference
+from qinfer.models.config import ModelConfig
+from qinfer.models.layers import Weight
+from qinfer.models.rope import RotaryTable
+from qinfer.quant import conditioning
+from qinfer.quant.conditioning import ALPHAS, AttentionSample
+from qinfer.quant.gptq import single_thread
+from qinfer.schemes import KVScheme
+
+FORMAT_VERSION = 1
+RECORD_NAME = "kv_conditioning.json"
+SEARCH_WINDOWS = 2  # more find the same: SmolLM2 KLD 0.00051, 0.00049, 0.00048 from 1, 2, 4
+SEARCH_TOKENS = 512  # of each window
+_Q, _K, _V = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
+# Families by what stands in the way; those that the decoder runs have none of it.
+_SHIFTED_NORMS = ("gemma3", "gemma4", "qwen3_next", "qwen3_5")
+_INTERLEAVED = {"gptj", "codegen", "cohere", "cohere2", "glm", "glm4", "helium", "ernie4_5"}
+_NO_ROTARY = {"gpt2", "opt", "bloom", "mpt", "gpt_bigcode"}
+_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConditioning:
+    """What was found for one layer; errors are sums of squares over the tokens searched.
+
+    Args:
+        exponents: per kv head (one row where all share it), log2 of the factor of every rotary
+            pair: keys are divided by it, queries multiplied.
+        alphas: the exponent of the rms that was chosen, per row of `exponents`.
+        error_before: of the attention output with quantized keys, per kv head, all its queries.
+        error_after: the same with the factors.
+        energy: squares of the exact attention output, per kv head.
+        num_clamped: pairs whose factor was held back by the range of a number format.
+        k_amax: largest absolute key after conditioning.
+        v_amax: largest absolute value.
+    """
+
+    exponents: tuple[tuple[int, ...], ...]
+    alphas: tuple[float, ...]
+    error_before: tuple[float, ...]
+    error_after: tuple[float, ...]
+    energy: tuple[float, ...]
+    num_clamped: int
+    k_amax: float
+    v_amax: float
+
+    @property
+    def relative_before(self) -> float:
+        """Error of the layer relative to its outputs, without factors."""
+        return sum(self.error_before) / (sum(self.energy) or 1.0)
+
+    @property
+    def relative_after(self) -> float:
+        """Error of the layer relative to its outputs, with the factors."""
+        return sum(self.error_after) / (sum(self.energy) or 1.0)
+
+    def factors(self) -> torch.Tensor:
+        """Return the exponents as int64 `[heads, pairs]`, as `conditioning.fold` takes them."""
+        return torch.tensor(self.exponents, dtype=torch.int64)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> "LayerConditioning":
+        """Read what `to_dict` gave."""
+        rows = {name: tuple(data[name]) for name in _PER_HEAD}
+        exponents = tuple(tuple(row) for row in data["exponents"])
+        return LayerConditioning(**{**data, **rows, "exponents": exponents})
+
+
+_PER_HEAD = ("alphas", "error_before", "error_after", "energy")
+
+
+@dataclass(frozen=True, slots=True)
+class ConditioningRecord:
+    """What conditioning did to a model; stays with the checkpoint.
+
+    Args:
+        kv: the KV type that it was searched for.
+        num_windows: calibration windows searched.
+        num_tokens: tokens in them.
+        layers: in order.
+    """
+
+    kv: str
+    num_windows: int
+    num_tokens: int
+    layers: tuple[LayerConditioning, ...]
+
+    def alpha_counts(self) -> dict[str, int]:
+        """Return how often each alpha was chosen."""
+        chosen = [alpha for layer in self.layers for alpha in layer.alphas]
+        return {f"{alpha:g}": chosen.count(alpha) for alpha in ALPHAS}
+
+    def summary(self) -> dict[str, Any]:
+        """Return the few lines that go into config.json."""
+        return {
+            "kv": self.kv,
+            "num_tokens": self.num_tokens,
+            "alphas": self.alpha_counts(),
+            "error_before": [_short(layer.relative_before) for layer in self.layers],
+            "error_after": [_short(layer.relative_after) for layer in self.layers],
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything, the content of `kv_conditioning.json`."""
+        return {
+            "format_version": FORMAT_VERSION,
+            "kind": "kv_conditioning",
+            "kv": self.kv,
+            "num_windows": self.num_windows,
+            "num_tokens": self.num_tokens,
+            "alphas": self.alpha_counts(),
+            "layers": [layer.to_dict() for layer in self.layers],
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ConditionedBlock:
+    """A block's changed weights, by their names inside it, and the row of the record."""
+
+    weights: dict[str, torch.Tensor]
+    row: LayerConditioning
+
+
+class Conditioner:
+    """Searches factors for the layers of one model.
+
+    Args:
+        config: the model's facts.
+        scheme: how keys will be stored.
+    """
+
+    def __init__(self, config: ModelConfig, scheme: KVScheme) -> None:
+        self._config = config
+        self._scheme = scheme
+        self._rotary = RotaryTable(
+            config.rope, config.head_dim, min(SEARCH_TOKENS, config.max_position)
+        )
+
+    def condition(
+        self, layer: int, weights: Mapping[str, Weight], hidden: Sequence[torch.Tensor]
+    ) -> ConditionedBlock:
+        """Search a layer's factors and fold them into its dense weights.
+
+        Args:
+            layer: its index.
+            weights: by names inside the block, linears without a suffix.
+            hidden: the block's input for every calibration window, float32 `[tokens, hidden]`,
+                each from position 0; `SEARCH_WINDOWS` of them are used, evenly spread.
+
+        Raises:
+            QuantizationError: a factor cannot be folded (never, within the limits).
+        """
+        scaled = scaled_tensors(weights, qk_norm=self._config.qk_norm)
+        row = self.search(layer, weights, hidden, scaled)
+        return ConditionedBlock(conditioning.fold(scaled, row.factors()), row)
+
+    def search(
+        self,
+        layer: int,
+        weights: Mapping[str, Weight],
+        hidden: Sequence[torch.Tensor],
+        scaled: Mapping[str, torch.Tensor],
+    ) -> LayerConditioning:
+        """Search a layer's factors.
+
+        Args:
+            layer: its index.
+            weights: see `condition`; they may be quantized.
+            hidden: see `condition`.
+            scaled: the tensors that the factors will be folded into; they limit them.
+        """
+        shared = self._config.qk_norm
+        with single_thread(), torch.inference_mode():
+            samples = [self._sample(weights, window) for window in search_windows(hidden)]
+            rms = conditioning.pair_rms(samples, shared=shared)
+            limits = _intersect(
+                conditioning.exponent_limits(scaled, *rms.shape),
+                conditioning.activation_limits(samples, shared=shared),
+            )
+            candidates = conditioning.candidate_exponents(rms, limits)
+            errors = [
+                conditioning.attention_errors(
+                    sample, candidates, self._scheme, self._config.windows[layer]
+                )
+                for sample in samples
+            ]
+            squared = torch.stack([error.squared for error in errors]).sum(0)  # [alphas, kv heads]
+            energy = torch.stack([error.energy for error in errors]).sum(0)
+            summed = squared.sum(1, keepdim=True) if shared else squared
+            best = conditioning.choose(summed)  # [kv heads or 1]
+            exponents = candidates[best, torch.arange(len(best))]
+            after = squared[best.expand(squared.shape[1]), torch.arange(squared.shape[1])]
+            unclamped = conditioning.candidate_exponents(rms, conditioning.no_limits(*rms.shape))
+            wished = unclamped[best, torch.arange(len(best))]
+            factors = conditioning.powers_of_two(exponents).repeat(1, 2)
+            return LayerConditioning(
+                exponents=tuple(tuple(row) for row in exponents.tolist()),
+                alphas=tuple(ALPHAS[index] for index in best),
+                error_before=tuple(squared[0].tolist()),
+                error_after=tuple(after.tolist()),
+                energy=tuple(energy.tolist()),
+                num_clamped=int((wished != exponents).sum()),
+                k_amax=max(float((sample.k / factors).abs().max()) for sample in samples),
+                v_amax=max(float(sample.v.abs().max()) for sample in samples),
+            )
+
+    def record(
+        self, rows: Sequence[LayerConditioning], window_lengths: Sequence[int]
+    ) -> ConditioningRecord:
+        """Return the record of all layers.
+
+        Args:
+            rows: of every layer, in order.
+            window_lengths: tokens of every calibration window.
+        """
+        lengths = [min(n, SEARCH_TOKENS) for n in search_windows(window_lengths)]
+        return ConditioningRecord(self._scheme.dtype, len(lengths), sum(lengths), tuple(rows))
+
+    def _sample(self, weights: Mapping[str, Weight], hidden: torch.Tensor) -> AttentionSample:
+        """Return what attention reads in one window, as the decoder block computes it."""
+        config = self._config
+        hidden = hidden[:SEARCH_TOKENS]
+        norm = _plain(weights["input_layernorm.weight"]).float()
+        x = reference.rms_norm(hidden, norm, config.rms_norm_eps)
+
+        def project(name: str) -> torch.Tensor:
+            bias = weights.get(f"{name}.bias")
+            y = F.linear(x, _plain(weights[name]).float())
+            y = y if bias is None else y + _plain(bias).float()
+            heads: torch.Tensor = y.unflatten(-1, (-1, config.head_dim))
+            return heads
+
+        q, k, v = project(_Q), project(_K), project(_V)
+        if config.qk_norm:
+            q, k = (
+                reference.rms_norm(part, _plain(weights[name]).float(), config.rms_norm_eps)
+                for part, name in zip((q, k), _NORMS, strict=True)
+            )
+        cos, sin = self._rotary.at(torch.arange(len(x)))
+        return AttentionSample(reference.rotate(q, cos, sin), reference.rotate(k, cos, sin), v)
+
+
+def search_windows(windows: Sequence[Any]) -> list[Any]:
+    """Return the windows that are searched: at most `SEARCH_WINDOWS`, evenly spread."""
+    count = min(len(windows), SEARCH_WINDOWS)
+    return [windows[index * len(windows) // count] for index in range(count)]
+
+
+def scaled_tensors(weights: Mapping[str, Weight], *, qk_norm: bool) -> dict[str, torch.Tensor]:
+    """Return the tensors of a dense block that factors are folded into."""
+    return {name: _plain(weights[name]) for name in scaled_names(weights, qk_norm=qk_norm)}
+
+
+def scaled_names(weights: Mapping[str, Weight], *, qk_norm: bool) -> tuple[str, ...]:
+    """Return which weights of a block carry the factors.
+
+    Norms of q and k undo what a projection before them multiplies, so there it is their weights.
+    """
+    if qk_norm:
+        return _NORMS
+    return tuple(name for name in (_Q, _K, f"{_Q}.bias", f"{_K}.bias") if name in weights)
+
+
+def why_not(config: Mapping[str, Any]) -> str | None:
+    """Return why a model cannot be conditioned; None = it can, as far as its config.json tells."""
+    kind = str(config.get("model_type"))
+    rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if config.get("kv_lora_rank"):
+        return "it caches a compressed latent (MLA), not keys per head"
+    if kind.startswith(_SHIFTED_NORMS):
+        return "its norms of q and k multiply by 1 + w, into which no power of two folds exactly"
+    if kind in _INTERLEAVED or config.get("rope_interleaved"):
+        return "its rotary pairs are interleaved (2i, 2i + 1)"
+    if kind in _NO_ROTARY or config.get("position_embedding_type") in {"alibi", "absolute"}:
+        return "its positions are not rotary"
+    for key in ("partial_rotary_factor", "rotary_pct"):
+        share = rope.get(key) or config.get(key) or 1.0
+        if share != 1.0:
+            return f"only a part of each head is rotated ({key} {share})"
+    return None
+
+
+def _plain(weight: Weight) -> torch.Tensor:
+    return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
+
+
+def _intersect(a: conditioning.Limits, b: conditioning.Limits) -> conditioning.Limits:
+    return torch.maximum(a[0], b[0]), torch.minimum(a[1], b[1])
+
+
+def _short(value: float) -> float:
+    """Return a figure with four significant digits."""
+    return float(f"{value:.4g}")
