@@ -8,16 +8,19 @@ from collections import Counter
 from dataclasses import dataclass
 
 from qinfer.checkpoint.reader import Checkpoint
-from qinfer.formats.table import FORMATS
+from qinfer.formats.table import FORMATS, split_name
 
-PARTS = ("embedding", "attention", "mlp", "norm", "head", "other")
+PARTS = ("embedding", "attention", "mlp", "experts", "router", "norm", "head", "other")
 _PATTERNS = (
     (re.compile(r"norm\.|norm$"), "norm"),
     (re.compile(r"embed_tokens"), "embedding"),
     (re.compile(r"^lm_head"), "head"),
     (re.compile(r"self_attn"), "attention"),
+    (re.compile(r"\.experts\."), "experts"),
+    (re.compile(r"\.(?:mlp|block_sparse_moe)\.gate\."), "router"),
     (re.compile(r"\.mlp\."), "mlp"),
 )
+_LINEAR = re.compile(r"(?:_proj|\.experts\.\d+\.w[123])\.weight$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ def describe(checkpoint: Checkpoint) -> Description:
         parameters[part] += count
         if scheme:
             schemes[scheme] += 1
-        elif name.endswith("_proj.weight"):
+        elif _LINEAR.search(name):
             dense_linears += 1
     parts = [Part(name, parameters[name], num_bytes[name]) for name in PARTS if num_bytes[name]]
     return Description(tuple(parts), dict(dtypes), dict(schemes), dense_linears)
@@ -95,13 +98,12 @@ def _part_of(name: str) -> str:
 def _parameters(checkpoint: Checkpoint, name: str) -> tuple[int, str | None]:
     """Return the parameters that a tensor stands for, and its scheme if it holds codes."""
     entry = checkpoint.entries[name]
+    module, part = split_name(name)
     settings = checkpoint.quantization
-    module, _, last = name.rpartition(".")
-    if settings is not None:
-        fmt = FORMATS[settings.method]
-        scheme = settings.scheme_for(module)
-        if last == fmt.tensors[0] and scheme is not None:
-            return entry.num_elements * 32 // scheme.bits, str(scheme)
-        if last in (*fmt.tensors, *fmt.optional_tensors):
-            return 0, None
-    return entry.num_elements, None
+    stored = settings.module_format(module) if settings else None
+    if stored is None or not checkpoint.is_quantized(module):
+        return entry.num_elements, None
+    fmt = FORMATS[stored.layout]
+    if part == fmt.tensors[0]:
+        return fmt.count_codes(entry.num_elements, stored), str(stored)
+    return (0 if part in {*fmt.tensors, *fmt.optional_tensors} else entry.num_elements), None

@@ -19,8 +19,9 @@ from qinfer.checkpoint.pickles import find_pickles, index_pickles, load_pickle
 from qinfer.checkpoint.settings import read_kv_scheme, read_quantization
 from qinfer.checkpoint.shards import TensorEntry, index_safetensors
 from qinfer.errors import CheckpointError
+from qinfer.formats.codebook import CodebookWeight
 from qinfer.formats.gptq import detect_symmetric
-from qinfer.formats.table import FORMATS, Format, QuantizationSettings
+from qinfer.formats.table import FORMATS, Format, QuantizationSettings, parse_settings
 from qinfer.formats.weight import QuantizedWeight
 from qinfer.schemes import KVScheme
 
@@ -105,11 +106,12 @@ class Checkpoint:
 
     def weight(
         self, prefix: str, *, in_features: int, out_features: int
-    ) -> torch.Tensor | QuantizedWeight:
+    ) -> torch.Tensor | QuantizedWeight | CodebookWeight:
         """Read the weight of the linear layer `prefix`, quantized if the file has it so.
 
         Returns:
-            `[out_features, in_features]` in the type of the file, or the quantized weight.
+            `[out_features, in_features]` in the type of the file, or the quantized weight; float32
+            where the file has codes of a kind that is dequantized when it is read.
 
         Raises:
             CheckpointError: a tensor is missing, damaged or of another shape.
@@ -124,19 +126,17 @@ class Checkpoint:
                     "config.json"
                 )
             return weight
-        settings = self.quantization
-        scheme = settings.scheme_for(prefix) if settings else None
-        if settings is None or scheme is None:
+        stored = self.quantization.module_format(prefix) if self.quantization else None
+        if stored is None:
             raise CheckpointError(
                 f"{prefix} is quantized in {self.path}, but its settings exclude this layer"
             )
         present = [*fmt.tensors, *(t for t in fmt.optional_tensors if self.has(f"{prefix}.{t}"))]
         return fmt.from_tensors(
             {part: self.tensor(f"{prefix}.{part}") for part in present},
-            scheme,
+            stored,
             in_features=in_features,
             out_features=out_features,
-            version=settings.version,
             name=prefix,
         )
 
@@ -179,12 +179,20 @@ class Checkpoint:
         return entry
 
     def _format_of(self, prefix: str) -> Format | None:
-        """Return the format of a quantized layer, by the tensors there are and the settings."""
-        if self.quantization is None or self.has(f"{prefix}.weight"):
+        """Return the layout of a quantized layer, by the tensors there are and the settings."""
+        if self.quantization is None:
             return None
-        fmt = FORMATS[self.quantization.method]
-        parts = any(self.has(f"{prefix}.{part}") for part in fmt.tensors)
-        return fmt if parts or self.quantization.scheme_for(prefix) else None
+        stored = self.quantization.module_format(prefix)
+        if stored is None:  # tensors that only a quantized layer has contradict that
+            layouts = [FORMATS[found.layout] for found in self.quantization.formats]
+            return next((fmt for fmt in layouts if self._is_marked(prefix, fmt)), None)
+        fmt = FORMATS[stored.layout]
+        weight = self.entries.get(f"{prefix}.weight")
+        dense = weight is not None and weight.dtype.is_floating_point
+        return None if dense and not self._is_marked(prefix, fmt) else fmt
+
+    def _is_marked(self, prefix: str, fmt: Format) -> bool:
+        return any(self.has(f"{prefix}.{part}") for part in fmt.marks)
 
 
 def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> Checkpoint:
@@ -262,10 +270,7 @@ def _with_symmetry(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     name = next((name for name in checkpoint.names() if name.endswith(".qzeros")), None)
     scheme = settings.scheme_for(name.removesuffix(".qzeros")) if name else None
-    if name is None or scheme is None:
+    if name is None or scheme is None or detect_symmetric(checkpoint.tensor(name), scheme.bits):
         return checkpoint
-    symmetric = detect_symmetric(checkpoint.tensor(name), scheme.bits)
-    if symmetric:
-        return checkpoint
-    settings = replace(settings, scheme=replace(settings.scheme, symmetric=False))
-    return replace(checkpoint, quantization=settings)
+    asymmetric = parse_settings({**settings.raw, "sym": False})
+    return replace(checkpoint, quantization=replace(asymmetric, raw=settings.raw))

@@ -30,15 +30,15 @@ def read_quantization(
             settings or settings without quantized tensors.
     """
     settings = _agreed_settings(path, _settings_found(path, config))
-    marks = {fmt.tensors[0] for fmt in FORMATS.values()}
-    quantized = [name for name in names if name.rpartition(".")[2] in marks]
+    marks = tuple(f".{part}" for fmt in FORMATS.values() for part in fmt.marks)
+    quantized = [name for name in names if name.endswith(marks)]
     if settings is None and quantized:
         raise CheckpointError(
             f"{path} holds quantized weights without settings: neither config.json has a "
             f"quantization_config nor is there a {_SIDE_FILES[0]}; quantized are, "
             f"among {len(quantized)}:{list_names(quantized, 3)}"
         )
-    if settings is not None and not quantized:
+    if settings is not None and settings.formats and not quantized:
         raise CheckpointError(
             f"the settings of {path} say that its weights are quantized ({settings.method}), but "
             "it holds no quantized tensor"

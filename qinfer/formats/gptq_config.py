@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from qinfer import __version__
 from qinfer.errors import CheckpointError, ConfigError
-from qinfer.formats.settings import QuantizationSettings
+from qinfer.formats.settings import ModuleFormat, QuantizationSettings, Rule
 from qinfer.schemes import WEIGHT_BITS, WeightScheme
 
 Version = Literal["gptq", "gptq_v2"]
@@ -101,15 +101,28 @@ def parse_config(raw: Mapping[str, Any]) -> QuantizationSettings:
     data = {_SYNONYMS.get(key, key): value for key, value in raw.items()}
     version = _version(data)
     scheme = _scheme(data, "quantization_config")
+    default = ModuleFormat("gptq", scheme, version)
+    dynamic = [
+        (pattern, None if own is None else ModuleFormat("gptq", own, version))
+        for pattern, own in _dynamic(data.get("dynamic"), scheme)
+    ]
+    head: Rule = (r"lm_head$", default if data.get("lm_head") is True else None)
+    modules = _modules(data.get("modules_in_block_to_quantize"))
     return QuantizationSettings(
         method="gptq",
-        scheme=scheme,
         version=version,
-        dynamic=_dynamic(data.get("dynamic"), scheme),
-        quantized_head=data.get("lm_head") is True,
-        modules=_modules(data.get("modules_in_block_to_quantize")),
+        default=default,
+        rules=(*dynamic, head, *_only(modules, default)),
         raw=dict(raw),
     )
+
+
+def _only(modules: frozenset[str] | None, default: ModuleFormat) -> tuple[Rule, ...]:
+    """Return the rules for a list of the modules (last parts of names) that are quantized."""
+    if modules is None:
+        return ()
+    ends = "|".join(re.escape(name) for name in sorted(modules))
+    return ((rf".*\.(?:{ends})$", default), ("", None))
 
 
 def _version(data: Mapping[str, Any]) -> str:

@@ -1,4 +1,11 @@
-"""The table of weight formats: adding one is a module with these functions and a row here."""
+"""The tables of weight layouts and of settings: a format is a module of functions and a row here.
+
+Two things are looked up apart. `METHODS` has one parser per `quant_method`; it turns the settings
+into rules that say for each module which layout and scheme it has (`ModuleFormat`). `FORMATS` has
+one row per layout; it says which tensors such a module has and how they become a weight. So one
+file can hold several layouts (compressed-tensors' mixed precision), and one layout can come from
+several methods.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,59 +15,114 @@ import torch
 
 from qinfer.errors import CheckpointError
 from qinfer.formats import gptq
-from qinfer.formats.settings import QuantizationSettings
+from qinfer.formats.codebook import CodebookWeight
+from qinfer.formats.settings import ModuleFormat, QuantizationSettings
 from qinfer.formats.weight import QuantizedWeight
-from qinfer.schemes import WeightScheme
 
-__all__ = ["FORMATS", "Format", "QuantizationSettings", "parse_settings"]
+__all__ = [
+    "FORMATS",
+    "METHODS",
+    "Format",
+    "ModuleFormat",
+    "QuantizationSettings",
+    "parse_settings",
+    "split_name",
+]
 
 
 class FromTensors(Protocol):
-    """Turns the tensors of one module into the canonical weight (see `gptq.from_tensors`)."""
+    """Turns the tensors of one module into its weight."""
 
     def __call__(
         self,
         tensors: Mapping[str, torch.Tensor],
-        scheme: WeightScheme,
+        stored: ModuleFormat,
         *,
         in_features: int,
         out_features: int,
-        version: str,
         name: str,
     ) -> QuantizedWeight:
-        """Return the weight of module `name`."""
+        """Return the weight of module `name`.
+
+        Args:
+            tensors: those of the module that exist, by their part of the name.
+            stored: what the settings say about the module.
+            in_features: columns of the weight, from the model's facts.
+            out_features: rows of the weight, from the model's facts.
+            name: the module's full name, for messages.
+
+        Raises:
+            CheckpointError: a tensor is missing, or contradicts the scheme or the shape.
+        """
+
+
+class CountCodes(Protocol):
+    """Tells how many weights the first tensor of a layout stands for."""
+
+    def __call__(self, num_elements: int, stored: ModuleFormat) -> int:
+        """Return the number of weights in `num_elements` elements of the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A weight format on disk.
+    """A layout of a quantized weight on disk. The tensors of module `m` are named `m.PART`.
 
     Args:
-        tensors: last parts of the names that a quantized module must have; the first of them
-            tells that a module is quantized.
-        optional_tensors: those that it may have.
-        parse_config: reads the settings.
+        tensors: parts that a quantized module must have; the first holds the codes.
+        optional_tensors: parts that it may have.
+        marks: parts that no unquantized module has; any of them tells that a module is quantized.
         from_tensors: reads a module.
+        count_codes: weights by bytes of the first tensor.
     """
 
     tensors: tuple[str, ...]
     optional_tensors: tuple[str, ...]
-    parse_config: Callable[[Mapping[str, Any]], QuantizationSettings]
+    marks: tuple[str, ...]
     from_tensors: FromTensors
+    count_codes: CountCodes
+
+
+def _in_words(num_elements: int, stored: ModuleFormat) -> int:
+    """Count codes that fill int32 words without gaps."""
+    return num_elements * 32 // stored.grid.bits
+
+
+def _from_gptq(
+    tensors: Mapping[str, torch.Tensor],
+    stored: ModuleFormat,
+    *,
+    in_features: int,
+    out_features: int,
+    name: str,
+) -> QuantizedWeight:
+    return gptq.from_tensors(
+        tensors,
+        stored.grid,
+        in_features=in_features,
+        out_features=out_features,
+        version=stored.variant,
+        name=name,
+    )
 
 
 FORMATS: dict[str, Format] = {
     "gptq": Format(
         tensors=gptq.TENSORS,
         optional_tensors=gptq.OPTIONAL_TENSORS,
-        parse_config=gptq.parse_config,
-        from_tensors=gptq.from_tensors,
+        marks=gptq.TENSORS,
+        from_tensors=_from_gptq,
+        count_codes=_in_words,
     ),
+}
+
+METHODS: dict[str, Callable[[Mapping[str, Any]], QuantizationSettings]] = {
+    "gptq": gptq.parse_config,
+    "marlin": gptq.parse_config,  # AutoGPTQ's name for a repacked file; refused with its reason
 }
 
 
 def parse_settings(raw: Mapping[str, Any]) -> QuantizationSettings:
-    """Read a `quantization_config` of any format in the table.
+    """Read a `quantization_config` of any method in the table.
 
     A missing `quant_method` means GPTQ: quantize_config.json of AutoGPTQ's time has none.
 
@@ -68,11 +130,20 @@ def parse_settings(raw: Mapping[str, Any]) -> QuantizationSettings:
         CheckpointError: the method is not in the table, or its settings cannot be read.
     """
     method = str(raw.get("quant_method") or "gptq").lower()
-    if method == "marlin":  # AutoGPTQ's name for a repacked GPTQ file; refused with its reason
-        method = "gptq"
-    if method not in FORMATS:
+    if method not in METHODS:
+        known = ", ".join(name for name in METHODS if name != "marlin")
         raise CheckpointError(
-            f"quantization method {method!r} is not supported; qinfer reads "
-            f"{', '.join(FORMATS)} and unquantized checkpoints"
+            f"quantization method {method!r} is not supported; qinfer reads {known} and "
+            "unquantized checkpoints"
         )
-    return FORMATS[method].parse_config(raw)
+    return METHODS[method](raw)
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Split a tensor's name into its module and its part, which may hold dots itself."""
+    parts = {part for fmt in FORMATS.values() for part in (*fmt.tensors, *fmt.optional_tensors)}
+    for part in sorted(parts, key=len, reverse=True):
+        if name.endswith(f".{part}"):
+            return name.removesuffix(f".{part}"), part
+    module, _, part = name.rpartition(".")
+    return module, part

@@ -197,4 +197,4 @@ def _weights_label(llm: LLM) -> str:
     settings = llm.checkpoint.quantization
     if settings is None:
         return _SHORT[llm.config.dtype]
-    return f"{settings.scheme} mixed" if settings.dynamic else str(settings.scheme)
+    return f"{settings.scheme} mixed" if len(settings.formats) > 1 else str(settings.scheme)

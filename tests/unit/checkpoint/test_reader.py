@@ -155,7 +155,7 @@ def test_missing_sym_is_inferred_from_the_zero_points(tiny: Path, version) -> No
         (tiny / file).write_text(json.dumps(data))
     settings = open_checkpoint(tiny).quantization
     assert settings is not None
-    assert settings.scheme.symmetric
+    assert settings.scheme == WeightScheme(4, 32)
 
     tensors = load_file(tiny / "model.safetensors")
     for name in tensors:
@@ -164,7 +164,20 @@ def test_missing_sym_is_inferred_from_the_zero_points(tiny: Path, version) -> No
     save_file(tensors, tiny / "model.safetensors")
     settings = open_checkpoint(tiny).quantization
     assert settings is not None
-    assert not settings.scheme.symmetric
+    assert settings.scheme == WeightScheme(4, 32, symmetric=False)
+
+
+def test_integers_under_the_name_of_a_plain_weight_are_not_read_as_one(quantized: Path) -> None:
+    """A weight of whole numbers without the tensors that give them meaning is an error."""
+    tensors = load_file(quantized / "model.safetensors")
+    for part in ("qweight", "qzeros", "scales", "g_idx"):
+        del tensors[f"{Q_PROJ}.{part}"]
+    tensors[f"{Q_PROJ}.weight"] = torch.ones(64, 64, dtype=torch.int8)
+    save_file(tensors, quantized / "model.safetensors")
+    checkpoint = open_checkpoint(quantized)
+    assert checkpoint.is_quantized(Q_PROJ)
+    with pytest.raises(CheckpointError, match=r"no tensor .*q_proj\.qweight"):
+        checkpoint.weight(Q_PROJ, in_features=64, out_features=64)
 
 
 def test_excluded_layer_that_is_quantized(quantized: Path) -> None:
