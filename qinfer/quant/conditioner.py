@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - the customary name
 
+from qinfer.errors import ConfigError, UnsupportedModelError
 from qinfer.formats.weight import QuantizedWeight
 from qinfer.kernels import reference
 from qinfer.models.config import ModelConfig
@@ -256,6 +257,64 @@ class Conditioner:
             )
         cos, sin = self._rotary.at(torch.arange(len(x)))
         return AttentionSample(reference.rotate(q, cos, sin), reference.rotate(k, cos, sin), v)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ConditioningPlan:
+    """Whether `quantize` conditions a model.
+
+    Args:
+        conditioner: does it; None = the keys stay as they are.
+        notice: why they stay although conditioning was not turned off; for the report.
+    """
+
+    conditioner: Conditioner | None = None
+    notice: str | None = None
+
+
+def plan_conditioning(
+    policy: str,
+    *,
+    source_config: Mapping[str, Any],
+    config: ModelConfig,
+    scheme: KVScheme | None,
+    calibrated: bool,
+) -> ConditioningPlan:
+    """Decide by the `condition_kv` of `QuantizeConfig`.
+
+    Args:
+        policy: `auto` = where it is of use and can be done, `on` = refuse if it cannot, `off`.
+        source_config: config.json as found.
+        config: the model's facts.
+        scheme: the KV scheme that will be recorded; None = none.
+        calibrated: whether there are calibration windows.
+
+    Raises:
+        ConfigError: `on`, without a quantized KV scheme or without calibration.
+        UnsupportedModelError: `on`, for an architecture that allows no factors.
+    """
+    if policy == "off":
+        return ConditioningPlan()
+    if scheme is None or not scheme.quantized:
+        if policy == "on":
+            raise ConfigError(
+                f"condition_kv on is of use only where a quantized KV scheme is recorded; "
+                f"kv_cache_dtype is {scheme or 'none'}"
+            )
+        return ConditioningPlan()
+    if not calibrated:
+        if policy == "on":
+            raise ConfigError("condition_kv on needs an algorithm that is calibrated")
+        return ConditioningPlan(
+            notice="keys were not conditioned: the algorithm is not calibrated; qinfer condition "
+            "does it afterwards"
+        )
+    reason = why_not(source_config)
+    if reason is None:
+        return ConditioningPlan(Conditioner(config, scheme))
+    if policy == "on":
+        raise UnsupportedModelError(f"condition_kv on: the model cannot be conditioned: {reason}")
+    return ConditioningPlan(notice=f"keys were not conditioned: {reason}")
 
 
 def search_windows(windows: Sequence[Any]) -> list[Any]:
