@@ -117,6 +117,7 @@ def _placed(weight: tiled.TiledWeight, arena: Arena) -> tiled.TiledWeight:
         data=data,
         scales=copy(weight.scales),
         zeros=copy(weight.zeros),
+        offsets=copy(weight.offsets),
         permutation=None,
         kind=weight.kind,
         out_features=weight.out_features,

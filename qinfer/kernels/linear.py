@@ -101,8 +101,9 @@ def _supports_packed(spec: LinearSpec) -> str | None:
         return "the weight is dense"
     if spec.device != "cpu":
         return f"runs on the CPU, not on {spec.device}"
-    if spec.scheme.bits not in {4, 8}:
-        return f"packs 4 and 8 bits, not {spec.scheme.bits}"
+    reason = native.unsupported_reason(spec.scheme.bits)
+    if reason is not None:
+        return reason
     if spec.dtype not in {torch.float32, torch.bfloat16}:
         return f"dequantizes to float32 and bfloat16, not {spec.dtype}"
     return native.missing_reason()

@@ -7,6 +7,7 @@ import torch
 
 from qinfer.formats.weight import QuantizedWeight, can_concat, concat_out
 from qinfer.kernels import reference
+from qinfer.kernels.cpu import native
 from qinfer.kernels.linear import choose_linear
 from qinfer.kernels.spec import LinearSpec
 
@@ -64,7 +65,10 @@ class Linear:
         """Describe the choice for a report."""
         spec = self.spec
         form = str(spec.dtype).removeprefix("torch.") if spec.scheme is None else str(spec.scheme)
-        description = f"{form} {spec.in_features}x{spec.out_features}"
+        held = ""
+        if spec.scheme is not None and self.kernel_name == "cpu.packed":
+            held = native.held_note(spec.scheme.bits)
+        description = f"{form} {spec.in_features}x{spec.out_features}{held}"
         return KernelRow(name, description, self.kernel_name, self.refusals)
 
 

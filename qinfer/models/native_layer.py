@@ -31,11 +31,13 @@ class WeightRows:
         shape: `[out, in]`.
         form: the type of a dense weight, or the scheme of a quantized one.
         read: returns rows `[begin, end)` in that form.
+        wide_scales: float16 cannot hold its scales; see `tiling.needs_wide_scales`.
     """
 
     shape: tuple[int, int]
     form: torch.dtype | WeightScheme
     read: tiling.ReadRows
+    wide_scales: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,11 @@ class NativeGroup:
         for name, rows in parts.items():
             bias = joined.get(name)
             tiles = tiling.tile_rows(
-                rows.shape, rows.read, allocate=placing.allocate, team=placing.team
+                rows.shape,
+                rows.read,
+                wide_scales=rows.wide_scales,
+                allocate=placing.allocate,
+                team=placing.team,
             )
             int8 = placing.int8_activations and isinstance(rows.form, WeightScheme)
             self.linears.append(
@@ -358,15 +364,18 @@ class NativeLayer:
 
 def _row(name: str, rows: WeightRows, *, int8: bool) -> KernelRow:
     form = str(rows.form).removeprefix("torch.")
+    held = native.held_note(rows.form.bits) if isinstance(rows.form, WeightScheme) else ""
     outputs, inputs = rows.shape
-    return KernelRow(name, f"{form} {inputs}x{outputs}", "cpu.int8" if int8 else "cpu.exact", ())
+    description = f"{form} {inputs}x{outputs}{held}"
+    return KernelRow(name, description, "cpu.int8" if int8 else "cpu.exact", ())
 
 
 def _rows(weight: Source) -> WeightRows:
     if isinstance(weight, WeightRows):
         return weight
     native.check_groups(weight)
-    return WeightRows((weight.out_features, weight.in_features), weight.scheme, weight.rows)
+    shape = (weight.out_features, weight.in_features)
+    return WeightRows(shape, weight.scheme, weight.rows, tiling.needs_wide_scales(weight))
 
 
 def _can_join(weights: Sequence[Source]) -> bool:
@@ -395,7 +404,8 @@ def _join(parts: Sequence[WeightRows]) -> WeightRows:
             raise RuntimeError("weights were joined that differ in form")
         return joined
 
-    return WeightRows((starts[-1], parts[0].shape[1]), parts[0].form, read)
+    wide = any(part.wide_scales for part in parts)
+    return WeightRows((starts[-1], parts[0].shape[1]), parts[0].form, read, wide)
 
 
 def _joined_bias(

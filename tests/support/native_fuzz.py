@@ -14,6 +14,7 @@ import ctypes
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -49,12 +50,13 @@ for draw in DRAWS:
 
 SIZES = st.sampled_from([0, 1, 2, 3, 8, 16, 31, 32, 33, 48, 64, -1, -32, -(2**31)])
 CHOICES = st.integers(-1, 6)  # kinds, types and flags
-CHOSEN = {"kind", "dtype", "bits", "tiled"}
+CHOSEN = {"kind", "dtype", "scale_dtype", "bits", "tiled"}
 FLOATS = st.sampled_from([0.0, 1e-5, 1.0, float("nan"), -1.0])
 # What a field holds that is not spoiled; 64 if it is not here.
 GOOD = {
     "kind": [0, 1, 2, 3],
     "dtype": [0, 1],
+    "scale_dtype": [0, 2],
     "tiled": [0, 1],
     "bits": [4, 8],
     "size": [40, 64],
@@ -103,8 +105,8 @@ OPS = {
     OpKind.LINEAR: Op(
         LinearArgs,
         # Whether the scales must be there depends on the kind.
-        frozenset({"permutation", "bias", "residual", "scales", "zeros"}),
-        absent=(("float_rows",), ("int8_rows",)),
+        frozenset({"permutation", "bias", "residual", "scales", "zeros", "offsets"}),
+        absent=tuple(product(("float_rows", "int8_rows"), ("zeros", "offsets"))),
     ),
     OpKind.EMBED: Op(EmbedArgs),
     OpKind.NORM: Op(NormArgs, frozenset({"out", "int8_rows", "permutation", "bad_layers"})),
@@ -211,7 +213,9 @@ def fuzz_op(library: ctypes.CDLL, kind: OpKind, isa: str) -> Callable[[st.DataOb
 
 def fuzz_dequantize(library: ctypes.CDLL, data: st.DataObject) -> None:
     """Dequantize a weight that may be none."""
-    weight, filler = WeightArgs(), Filler(data, frozenset({"zeros", "group_index"}))
+    absent = frozenset({data.draw(st.sampled_from(["zeros", "offsets"]))})
+    optional = frozenset({"zeros", "offsets", "group_index"})
+    weight, filler = WeightArgs(), Filler(data, optional, absent)
     filler.fill(weight)
     names = ("dtype", "row_begin", "row_end", "threads")
     dtype, begin, end, threads = (filler.integer(name) for name in names)

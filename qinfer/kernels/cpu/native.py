@@ -6,6 +6,7 @@ the interpreter lock is free while a kernel runs.
 
 import ctypes
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,9 +18,10 @@ from qinfer.errors import ConfigError
 from qinfer.formats.weight import QuantizedWeight
 from qinfer.kernels import cpu
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 LIBRARY_NAME = "libqinfer_cpu.so"
-PACKED_BITS = (4, 8)
+# By the width of the codes, the bits that one takes in memory.
+HELD_BITS = {2: 4, 3: 4, 4: 4, 8: 8}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ class WeightArgs(ctypes.Structure):
         ("codes", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
         ("zeros", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
         ("group_index", ctypes.c_void_p),
         ("out_features", ctypes.c_int64),
         ("in_features", ctypes.c_int64),
@@ -73,8 +76,9 @@ class PackedWeight:
             is code + 8. 8 bits: int8 `[out, in]`.
         scales: float32 `[out, groups]`.
         zeros: float32 `[out, groups]`, shifted like the codes; None = all 0.
+        offsets: float32 `[out, groups]`, the value of the smallest code; None = there are none.
         group_index: int32 `[in]`, the group of each column; None = `k // group_size`.
-        bits: 4 or 8.
+        bits: 4 or 8; narrower codes are held in 4.
         in_features: columns of the weight.
         group_size: columns per group where `group_index` is None.
     """
@@ -82,6 +86,7 @@ class PackedWeight:
     codes: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None
+    offsets: torch.Tensor | None
     group_index: torch.Tensor | None
     bits: int
     in_features: int
@@ -95,15 +100,27 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         """Bytes that the weight keeps resident."""
-        parts = (self.codes, self.scales, self.zeros, self.group_index)
+        parts = (self.codes, self.scales, self.zeros, self.offsets, self.group_index)
         return sum(part.nbytes for part in parts if part is not None)
 
 
 def unsupported_reason(bits: int) -> str | None:
     """Return why weights of this width cannot be packed, or None if they can."""
-    if bits in PACKED_BITS:
+    if bits in HELD_BITS:
         return None
-    return f"{bits}-bit codes have no C++ kernel (there are {PACKED_BITS} bits)"
+    return f"{bits}-bit codes have no C++ kernel (there are {widths(HELD_BITS)} bits)"
+
+
+def held_note(bits: int) -> str:
+    """Return what a report adds where codes are held wider than they are, else nothing."""
+    held = HELD_BITS.get(bits, bits)
+    return "" if held == bits else f", held in {held} bits"
+
+
+def widths(bits: Iterable[int]) -> str:
+    """Return numbers as text, such as `2, 4 and 8`."""
+    *most, last = (str(width) for width in bits)
+    return f"{', '.join(most)} and {last}"
 
 
 def load() -> NativeLibrary | None:
@@ -172,14 +189,16 @@ def pack(weight: QuantizedWeight) -> PackedWeight:
     if weight.codes.device.type != "cpu":
         raise ConfigError(f"the C++ kernels run on the CPU, the weight is on {weight.codes.device}")
     check_groups(weight)
-    codes = weight.codes.to(torch.int8)
-    zeros, index = weight.zeros, weight.group_index
+    held = HELD_BITS[bits]
+    codes = widened_codes(weight, held)
+    zeros, offsets, index = weight.zeros, weight.offsets, weight.group_index
     return PackedWeight(
-        codes=(_pack_nibbles(codes) if bits == 4 else codes).contiguous(),
+        codes=_pack_nibbles(codes) if held == 4 else codes,
         scales=weight.scales.float().contiguous(),
         zeros=None if zeros is None else zeros.float().contiguous(),
+        offsets=None if offsets is None else offsets.float().contiguous(),
         group_index=None if index is None else index.to(torch.int32).contiguous(),
-        bits=bits,
+        bits=held,
         in_features=weight.in_features,
         group_size=weight.scheme.group_size or max(1, weight.in_features),
     )
@@ -248,6 +267,7 @@ def _describe(weight: PackedWeight) -> WeightArgs:
         codes=weight.codes.data_ptr(),
         scales=weight.scales.data_ptr(),
         zeros=None if weight.zeros is None else weight.zeros.data_ptr(),
+        offsets=None if weight.offsets is None else weight.offsets.data_ptr(),
         group_index=None if weight.group_index is None else weight.group_index.data_ptr(),
         out_features=weight.out_features,
         in_features=weight.in_features,
@@ -260,11 +280,14 @@ def _describe(weight: PackedWeight) -> WeightArgs:
 def check_groups(weight: QuantizedWeight) -> None:
     """Refuse what would make a kernel read outside its tensors."""
     rows, num_groups = weight.out_features, weight.scales.shape[1]
-    for name, tensor in (("scales", weight.scales), ("zeros", weight.zeros)):
+    named = {"scales": weight.scales, "zeros": weight.zeros, "offsets": weight.offsets}
+    for name, tensor in named.items():
         if tensor is not None and tensor.shape != (rows, num_groups):
             raise ConfigError(
                 f"{name} has shape {tuple(tensor.shape)}, expected {(rows, num_groups)}"
             )
+    if weight.zeros is not None and weight.offsets is not None:
+        raise ConfigError("a weight has zeros or offsets, not both")
     index = weight.group_index
     if index is None:
         needed = weight.scheme.num_groups(weight.in_features)
@@ -275,6 +298,18 @@ def check_groups(weight: QuantizedWeight) -> None:
         raise ConfigError(f"group index has shape {tuple(index.shape)}, not one entry per input")
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < num_groups:
         raise ConfigError(f"group index names a group outside 0:{num_groups}")
+
+
+def widened_codes(weight: QuantizedWeight, bits: int) -> torch.Tensor:
+    """Return the codes as `bits` wide ones, int8 `[out, in]`, contiguous.
+
+    Zero points count from the middle of the range, so those codes keep their numbers; offsets
+    count from the smallest code, which is another then.
+    """
+    codes = weight.codes.to(torch.int8).contiguous()
+    if weight.offsets is None or weight.scheme.bits == bits:
+        return codes
+    return codes + (1 << (weight.scheme.bits - 1)) - (1 << (bits - 1))
 
 
 def _pack_nibbles(codes: torch.Tensor) -> torch.Tensor:

@@ -154,7 +154,7 @@ class Int8Buffer:
     def __init__(self, max_rows: int, columns: int) -> None:
         blocks, groups = -(-max_rows // _ROW_BLOCK), -(-columns // ACTIVATION_GROUP)
         self.shape = (max_rows, groups * ACTIVATION_GROUP)
-        # In int32 words: 8 quads of codes, the scale, the sum and -8 times the sum of each row.
+        # In words: 8 quads of codes, the scale, the sum and -8 times the codes' sum of each row.
         self._groups = torch.zeros(blocks, groups, 11, _ROW_BLOCK, dtype=torch.int32)
         self.args = Int8Rows(self._groups.data_ptr(), self.shape[1])
 
@@ -181,8 +181,8 @@ class Int8Buffer:
 
     @property
     def sums(self) -> torch.Tensor:
-        """The sum of each group's codes, int32."""
-        return self._per_group(9)
+        """The scale times the sum of each group's codes, float32."""
+        return self._per_group(9).view(torch.float32)
 
     def _per_group(self, word: int) -> torch.Tensor:
         rows = self._groups[:, :, word].transpose(1, 2).contiguous()

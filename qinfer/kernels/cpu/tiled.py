@@ -38,8 +38,10 @@ class WeightKind(IntEnum):
     FP32 = 3
 
 
-CODE_KINDS = {4: WeightKind.W4, 8: WeightKind.W8}
+_HELD_KINDS = {4: WeightKind.W4, 8: WeightKind.W8}
+CODE_KINDS = {bits: _HELD_KINDS[held] for bits, held in native.HELD_BITS.items()}
 DENSE_KINDS = {torch.bfloat16: WeightKind.BF16, torch.float32: WeightKind.FP32}
+SCALE_DTYPES = {torch.float32: 0, torch.float16: 2}  # `qinfer_dtype`
 DENSE_DTYPES = {kind: dtype for dtype, kind in DENSE_KINDS.items()}
 ELEMENT_BITS = {WeightKind.W4: 4, WeightKind.W8: 8, WeightKind.BF16: 16, WeightKind.FP32: 32}
 
@@ -51,11 +53,12 @@ class TiledWeightArgs(ctypes.Structure):
         ("data", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
         ("zeros", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
         ("out_features", ctypes.c_int64),
         ("in_features", ctypes.c_int64),
         ("group_size", ctypes.c_int64),
         ("kind", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("scale_dtype", ctypes.c_int32),
     )
 
 
@@ -83,8 +86,10 @@ class TiledWeight:
 
     Args:
         data: uint8, aligned to 64 bytes: the tiles.
-        scales: float16 `[tiles, groups, 16]`; None where the weight is dense.
-        zeros: int16 `[tiles, groups, 16]`, unsigned zero points; None = symmetric or dense.
+        scales: float16 `[tiles, groups, 16]`, or float32 where float16 cannot hold them; None where
+            the weight is dense.
+        zeros: int16 `[tiles, groups, 16]`, unsigned zero points; None = there are none.
+        offsets: like the scales: the value of the smallest code; None = there are none.
         permutation: int32 `[in]`: column k of the tiles is column `permutation[k]` of the weight;
             None = in order.
         kind: how the elements are stored.
@@ -96,6 +101,7 @@ class TiledWeight:
     data: torch.Tensor
     scales: torch.Tensor | None
     zeros: torch.Tensor | None
+    offsets: torch.Tensor | None
     permutation: torch.Tensor | None
     kind: WeightKind
     out_features: int
@@ -110,7 +116,7 @@ class TiledWeight:
     @property
     def nbytes(self) -> int:
         """Bytes that the weight keeps resident."""
-        parts = (self.data, self.scales, self.zeros, self.permutation)
+        parts = (self.data, self.scales, self.zeros, self.offsets, self.permutation)
         return sum(part.nbytes for part in parts if part is not None)
 
     @property
@@ -120,18 +126,19 @@ class TiledWeight:
             data=self.data.data_ptr(),
             scales=None if self.scales is None else self.scales.data_ptr(),
             zeros=None if self.zeros is None else self.zeros.data_ptr(),
+            offsets=None if self.offsets is None else self.offsets.data_ptr(),
             out_features=self.out_features,
             in_features=padded(self.in_features),
             group_size=self.group_size,
             kind=self.kind,
+            scale_dtype=0 if self.scales is None else SCALE_DTYPES[self.scales.dtype],
         )
 
 
 def unsupported_reason(spec: LinearSpec) -> str | None:
     """Return why a layer cannot run on tiles, or None if it can.
 
-    What only the weight itself tells (scales that are no float16, an irregular group index) is
-    refused when it is repacked.
+    What only the weight itself tells (an irregular group index) is refused when it is repacked.
     """
     if spec.device != "cpu":
         return f"runs on the CPU, not on {spec.device}"
@@ -141,7 +148,7 @@ def unsupported_reason(spec: LinearSpec) -> str | None:
     if spec.scheme is None:
         return None
     if spec.scheme.bits not in CODE_KINDS:
-        return f"tiles hold 4 and 8 bits, not {spec.scheme.bits}"
+        return f"tiles hold codes of {native.widths(CODE_KINDS)} bits, not {spec.scheme.bits}"
     size = spec.scheme.group_size
     if size is not None and size % ACTIVATION_GROUP and size < spec.in_features:
         return f"groups must be multiples of {ACTIVATION_GROUP} columns, not {size}"

@@ -51,7 +51,8 @@ def tile(
     """Repack a weight into tiles; see `tile_rows`."""
     if isinstance(weight, QuantizedWeight):
         native.check_groups(weight)
-        return tile_rows((weight.out_features, weight.in_features), weight.rows, allocate=allocate)
+        shape, wide = (weight.out_features, weight.in_features), needs_wide_scales(weight)
+        return tile_rows(shape, weight.rows, wide_scales=wide, allocate=allocate)
     shape = (weight.shape[0], weight.shape[1])
     return tile_rows(shape, lambda begin, end: weight[begin:end], allocate=allocate)
 
@@ -60,6 +61,7 @@ def tile_rows(
     shape: tuple[int, int],
     read: ReadRows,
     *,
+    wide_scales: bool = False,
     allocate: Allocate = aligned_bytes,
     team: Executor | None = None,
 ) -> TiledWeight:
@@ -67,9 +69,10 @@ def tile_rows(
 
     Args:
         shape: `[out, in]` of the weight.
-        read: returns some rows: dense (float16 becomes float32), or quantized to 4 or 8 bits;
-            called by this thread only.
-        allocate: where the tiles, scales and zeros are put.
+        read: returns some rows: dense (float16 becomes float32), or quantized; called by this
+            thread only.
+        wide_scales: hold scales and offsets as float32, see `needs_wide_scales`; else as float16.
+        allocate: where the tiles, scales, zeros and offsets are put.
         team: repacks pieces while the next are read; None = this thread does both.
 
     Raises:
@@ -77,7 +80,7 @@ def tile_rows(
     """
     step = max(1, _PIECE_ELEMENTS // (TILE_ROWS * max(1, shape[1]))) * TILE_ROWS
     piece = read(0, min(step, shape[0]))
-    tiles = _room(piece, shape, allocate)
+    tiles = _room(piece, shape, torch.float32 if wide_scales else torch.float16, allocate)
     repacking: deque[Future[None]] = deque()
     for begin in range(0, shape[0], step):
         if begin > 0:
@@ -94,7 +97,10 @@ def tile_rows(
 
 
 def _room(
-    sample: torch.Tensor | QuantizedWeight, shape: tuple[int, int], allocate: Allocate
+    sample: torch.Tensor | QuantizedWeight,
+    shape: tuple[int, int],
+    scale_dtype: torch.dtype,
+    allocate: Allocate,
 ) -> TiledWeight:
     """Return empty tiles for a weight of the form of `sample`, which is some of its rows."""
     out_features, in_features = shape
@@ -108,19 +114,20 @@ def _room(
         return room.view(dtype).view(tiles, groups, TILE_ROWS)
 
     permutation, group_size = None, in_features
-    scales = zeros = None
+    scales = zeros = offsets = None
     if isinstance(sample, QuantizedWeight):
         _check_codes(sample)
         kind = CODE_KINDS[sample.scheme.bits]
         permutation = _permutation(sample)
         group_size = sample.scheme.group_size or in_features
-        scales, zeros = sample.scales, sample.zeros
+        scales, zeros, offsets = sample.scales, sample.zeros, sample.offsets
     else:
         kind = DENSE_KINDS.get(sample.dtype, WeightKind.FP32)
     return TiledWeight(
         data=allocate(_tile_bytes(kind, out_features, in_features)),
-        scales=grouped(scales, torch.float16),
+        scales=grouped(scales, scale_dtype),
         zeros=grouped(zeros, torch.int16),
+        offsets=grouped(offsets, scale_dtype),
         permutation=permutation,
         kind=kind,
         out_features=out_features,
@@ -154,20 +161,23 @@ def _fill_codes(
 ) -> None:
     if tiles.scales is None:
         raise ConfigError("some rows of a dense weight are quantized")
-    bits, order = piece.scheme.bits, tiles.permutation
-    codes = piece.codes.to(torch.int8).contiguous()
+    order = tiles.permutation
+    codes = native.widened_codes(piece, ELEMENT_BITS[tiles.kind])
     _call(
         "qinfer_tile_codes",
         ctypes.c_void_p(codes.data_ptr()),
         ctypes.c_int64(piece.out_features),
         ctypes.c_int64(tiles.in_features),
         ctypes.c_void_p(None if order is None else order.data_ptr()),
-        ctypes.c_int32(bits),
+        ctypes.c_int32(ELEMENT_BITS[tiles.kind]),
         target,
     )
-    _put_groups(_half_scales(piece.scales), tiles.scales[first:])
+    _put_groups(_exactly(piece.scales, tiles.scales.dtype), tiles.scales[first:])
     if tiles.zeros is not None and piece.zeros is not None:
-        _put_groups((piece.zeros + (1 << (bits - 1))).to(torch.int16), tiles.zeros[first:])
+        center = 1 << (ELEMENT_BITS[tiles.kind] - 1)
+        _put_groups((piece.zeros + center).to(torch.int16), tiles.zeros[first:])
+    if tiles.offsets is not None and piece.offsets is not None:
+        _put_groups(_exactly(piece.offsets, tiles.offsets.dtype), tiles.offsets[first:])
 
 
 def _check_codes(weight: QuantizedWeight) -> None:
@@ -185,11 +195,20 @@ def _check_codes(weight: QuantizedWeight) -> None:
     native.check_groups(weight)
 
 
-def _half_scales(scales: torch.Tensor) -> torch.Tensor:
-    half = scales.to(torch.float16)
-    if not torch.equal(half.float(), scales.float()):
-        raise ConfigError(f"tiles hold float16 scales; these {scales.dtype} scales are not exact")
-    return half
+def needs_wide_scales(weight: QuantizedWeight) -> bool:
+    """Tell whether float16 cannot hold a weight's scales and offsets exactly."""
+    parts = (weight.scales, weight.offsets)
+    return not all(part is None or _is_half(part) for part in parts)
+
+
+def _is_half(values: torch.Tensor) -> bool:
+    return values.dtype == torch.float16 or torch.equal(values.half().float(), values.float())
+
+
+def _exactly(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype == torch.float16 and not _is_half(values):
+        raise ConfigError(f"float16 cannot hold these {values.dtype} scales exactly")
+    return values.to(dtype)
 
 
 def _permutation(weight: QuantizedWeight) -> torch.Tensor | None:
@@ -206,7 +225,7 @@ def _permutation(weight: QuantizedWeight) -> torch.Tensor | None:
 
 
 def _put_groups(values: torch.Tensor, room: torch.Tensor) -> None:
-    """Write 16-bit `[rows, groups]` into the first of `room` `[tiles, groups, 16]`."""
+    """Write `[rows, groups]` into the first of `room` `[tiles, groups, 16]`."""
     rows, groups = values.shape
     whole = rows // TILE_ROWS
     tiles = values[: whole * TILE_ROWS].view(whole, TILE_ROWS, groups)

@@ -13,7 +13,12 @@ from qinfer.schemes import WeightScheme
 
 
 def random_weight(
-    out_features: int, in_features: int, scheme: WeightScheme, *, scattered: bool = False
+    out_features: int,
+    in_features: int,
+    scheme: WeightScheme,
+    *,
+    scattered: bool = False,
+    offsets: bool = False,
 ) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(0)
     half = 2 ** (scheme.bits - 1)
@@ -31,21 +36,23 @@ def random_weight(
         if scheme.symmetric
         else torch.randint(-half, half, size, generator=generator, dtype=torch.int16),
         group_index=shuffled if scattered else None,
+        offsets=torch.randn(size, generator=generator) if offsets else None,
     )
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("group_size", [32, None])
-@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("beside", ["nothing", "zeros", "offsets"])
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packed_and_dense_give_the_same_bits(
-    bits: int, group_size: int | None, symmetric: bool, scattered: bool, dtype: torch.dtype
+    bits: int, group_size: int | None, beside: str, scattered: bool, dtype: torch.dtype
 ) -> None:
     if native.load() is None:
         pytest.skip("the C++ library is not installed")
-    scheme = WeightScheme(bits, group_size, symmetric)
-    weight = random_weight(48, 80, scheme, scattered=scattered and group_size is not None)
+    scheme = WeightScheme(bits, group_size, symmetric=beside != "zeros")
+    scattered = scattered and group_size is not None
+    weight = random_weight(48, 80, scheme, scattered=scattered, offsets=beside == "offsets")
     spec = LinearSpec(80, 48, dtype, "cpu", scheme)
     x = torch.randn(5, 80, generator=torch.Generator().manual_seed(1)).to(dtype)
     packed, dense = PackedLinear(weight, spec), DenseLinear(weight, spec)
@@ -69,8 +76,9 @@ def test_the_first_candidate_that_can_is_taken_and_the_others_say_why() -> None:
     choice = choose_linear(LinearSpec(64, 64, torch.float32, "cpu"))
     assert choice.implementation.name == "reference.dense"
     assert choice.refusals == (("cpu.packed", "the weight is dense"),)
-    choice = choose_linear(LinearSpec(64, 64, torch.float32, "cpu", WeightScheme(3, 32)))
-    assert choice.refusals == (("cpu.packed", "packs 4 and 8 bits, not 3"),)
+    choice = choose_linear(LinearSpec(64, 64, torch.float16, "cpu", WeightScheme(3, 32)))
+    reason = "dequantizes to float32 and bfloat16, not torch.float16"
+    assert choice.refusals == (("cpu.packed", reason),)
 
 
 def test_without_the_library_quantized_weights_run_dense(

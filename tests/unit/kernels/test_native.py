@@ -3,6 +3,7 @@
 import ctypes
 import logging
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ def make_weight(
     group_size: int | None = 64,
     asymmetric: bool = False,
     scattered: bool = False,
+    offsets: bool = False,
     seed: int = 0,
 ) -> QuantizedWeight:
     """Return a random weight; about one scale in eight is zero, as for a dead group."""
@@ -59,6 +61,7 @@ def make_weight(
         group_index=torch.randint(0, groups, (in_features,), generator=generator, dtype=torch.int32)
         if scattered
         else None,
+        offsets=torch.randn(out_features, groups, generator=generator) if offsets else None,
     )
 
 
@@ -73,9 +76,9 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
 @given(
     out_features=st.sampled_from([1, 3, 48]),
     in_features=st.sampled_from([1, 2, 7, 40, 64, 127, 576, 1031]),
-    bits=st.sampled_from([4, 8]),
+    bits=st.sampled_from([2, 3, 4, 8]),
     group_size=st.sampled_from([None, 1, 5, 32, 64]),
-    asymmetric=st.booleans(),
+    beside=st.sampled_from(["nothing", "zeros", "offsets"]),
     scattered=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 2**16),
@@ -85,7 +88,7 @@ def test_dequantize_equals_the_canonical_form(
     in_features: int,
     bits: int,
     group_size: int | None,
-    asymmetric: bool,
+    beside: str,
     scattered: bool,
     dtype: torch.dtype,
     seed: int,
@@ -95,8 +98,9 @@ def test_dequantize_equals_the_canonical_form(
         in_features,
         bits=bits,
         group_size=group_size,
-        asymmetric=asymmetric,
+        asymmetric=beside == "zeros",
         scattered=scattered,
+        offsets=beside == "offsets",
         seed=seed,
     )
     actual = native.dequantize(native.pack(weight), dtype)
@@ -107,9 +111,10 @@ def test_dequantize_equals_the_canonical_form(
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_instruction_set_gives_the_same_bits(dtype: torch.dtype) -> None:
-    for bits in native.PACKED_BITS:
-        for scattered in (False, True):
-            weight = make_weight(17, 1000, bits=bits, asymmetric=True, scattered=scattered)
+    for bits in native.HELD_BITS:
+        for scattered, offsets in product((False, True), repeat=2):
+            beside = {"offsets": offsets, "asymmetric": not offsets}
+            weight = make_weight(17, 1000, bits=bits, scattered=scattered, **beside)
             actual = native.dequantize(native.pack(weight), dtype)
             assert_same_bits(actual, weight.dequantize(dtype))
 
@@ -174,12 +179,24 @@ def test_packing_is_two_codes_per_byte_low_nibble_first() -> None:
     assert packed.nbytes == 2 + 4
 
 
-@pytest.mark.parametrize("bits", [2, 3])
-def test_widths_without_a_kernel_are_refused_with_the_reason(bits: int) -> None:
-    reason = native.unsupported_reason(bits)
-    assert reason is not None
-    with pytest.raises(ConfigError, match=f"{bits}-bit"):
-        native.pack(make_weight(4, 32, bits=bits))
+def test_narrow_codes_are_held_in_four_bits() -> None:
+    """Zero points count from the middle of the range, offsets from the smallest code."""
+    codes, scales = torch.tensor([[-2, 1, 0]], dtype=torch.int8), torch.ones(1, 1)
+    scheme = WeightScheme(2, None)
+    middle = native.pack(QuantizedWeight(codes, scales, scheme))
+    assert middle.codes.tolist() == [[0x96, 0x88]]
+    lowest = native.pack(QuantizedWeight(codes, scales, scheme, offsets=torch.zeros(1, 1)))
+    assert lowest.codes.tolist() == [[0x30, 0x82]]
+    assert lowest.nbytes == 2 + 4 + 4
+    assert native.held_note(2) == native.held_note(3) == ", held in 4 bits"
+    assert native.held_note(4) == native.held_note(8) == ""
+
+
+def test_widths_without_a_kernel_are_refused_with_the_reason() -> None:
+    assert native.unsupported_reason(5) == (
+        "5-bit codes have no C++ kernel (there are 2, 3, 4 and 8 bits)"
+    )
+    assert all(native.unsupported_reason(bits) is None for bits in native.HELD_BITS)
 
 
 def test_pack_refuses_tensors_that_would_be_read_out_of_bounds() -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from qinfer.formats.weight import QuantizedWeight
+from qinfer.kernels.cpu import native
 from qinfer.models.layers import Linear, LinearGroup, Weight
 from qinfer.schemes import WeightScheme
 
@@ -75,6 +76,11 @@ def test_replacing_one_of_a_group_needs_it_unfused() -> None:
 
 def test_a_row_tells_form_kernel_and_refusals() -> None:
     row = Linear(quantized(16, 0, 3), None, dtype=torch.float32, device="cpu").row("mlp.up_proj")
+    if native.load() is not None:
+        assert row.kernel == "cpu.packed"
+        assert row.description == "int3 g32 sym 64x16, held in 4 bits"
+    row = Linear(quantized(16, 0, 3), None, dtype=torch.float16, device="cpu").row("mlp.up_proj")
     assert row.description == "int3 g32 sym 64x16"
     assert row.kernel == "reference.dense"
-    assert row.refusals == (("cpu.packed", "packs 4 and 8 bits, not 3"),)
+    reason = "dequantizes to float32 and bfloat16, not torch.float16"
+    assert row.refusals == (("cpu.packed", reason),)

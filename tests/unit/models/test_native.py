@@ -15,6 +15,7 @@ from support.steps import Chunk, layout_of, make_inputs, run_chunked
 
 from qinfer.checkpoint.reader import open_checkpoint
 from qinfer.errors import CapacityError, CheckpointError
+from qinfer.formats.weight import QuantizedWeight
 from qinfer.kernels.cpu import native, tiled, tiling
 from qinfer.kernels.cpu.program import Program
 from qinfer.kvcache.pool import KVPool
@@ -22,8 +23,10 @@ from qinfer.models.causal_lm import CausalLM
 from qinfer.models.decoder import Decoder
 from qinfer.models.load import load_decoder
 from qinfer.models.native import NativeDecoder
+from qinfer.models.native_layer import NativeGroup, Placing
 from qinfer.models.native_load import LoadOptions, int8_rows, load_model
 from qinfer.quant.pipeline import quantize
+from qinfer.schemes import WeightScheme
 
 pytestmark = pytest.mark.skipif(
     native.load() is None, reason="the C++ library was not built (no compiler at installation)"
@@ -271,6 +274,25 @@ def test_kernel_rows_tell_the_kind_of_activations(tmp_path: Path) -> None:
     assert kernels["attention"] == "cpu.paged"
     exact = load(path, activations="exact").kernels(layout)
     assert {row.kernel for row in exact} == {"cpu.exact", "cpu.paged"}
+
+
+def test_what_a_group_keeps_is_what_its_widest_part_needs() -> None:
+    """Joined weights share a type of scales, and rows say when codes are held wider."""
+    generator = torch.Generator().manual_seed(0)
+
+    def weight(bits: int, scale: float) -> QuantizedWeight:
+        half = 1 << (bits - 1)
+        codes = torch.randint(-half, half, (16, 64), dtype=torch.int8, generator=generator)
+        return QuantizedWeight(codes, torch.full((16, 2), scale), WeightScheme(bits, 32))
+
+    for bits, held in ((3, ", held in 4 bits"), (4, "")):
+        narrow, wide = weight(bits, 0.25), weight(bits, 0.1)
+        group = NativeGroup({"a": narrow, "b": wide}, {}, prefix="x.", placing=Placing())
+        assert [linear.row.layer for linear in group.linears] == ["x.a+b"]
+        assert group.linears[0].row.description == f"int{bits} g32 sym 64x32{held}"
+        assert group.resident_bytes == 32 * 64 // 2 + 32 * 2 * 4
+        alone = NativeGroup({"a": narrow}, {}, prefix="x.", placing=Placing())
+        assert alone.resident_bytes == 16 * 64 // 2 + 16 * 2 * 2
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp32", "fp16", "bf16", "fp8_e4m3", "int8"])

@@ -35,6 +35,14 @@ inline void unpack4(const uint8_t* row, int64_t begin, int64_t count, int8_t* co
   }
 }
 
+// The scales of a row, and its zeros or offsets.
+struct Row {
+  const float* scales;
+  const float* zeros;
+  const float* offsets;
+  float center;  // what offsets count codes from: -2^(bits - 1)
+};
+
 template <typename Out>
 inline void scale_span(const int8_t* __restrict codes, int64_t count, float zero, float scale,
                        Out* __restrict out) {
@@ -43,26 +51,49 @@ inline void scale_span(const int8_t* __restrict codes, int64_t count, float zero
   }
 }
 
+template <typename Out>
+inline void scale_span(const int8_t* __restrict codes, int64_t count, float zero, float scale,
+                       float offset, Out* __restrict out) {
+  for (int64_t i = 0; i < count; ++i) {
+    store((static_cast<float>(codes[i]) - zero) * scale + offset, out + i);
+  }
+}
+
 // One chunk of a row whose groups are runs of group_size columns.
 template <typename Out>
-void scale_runs(const qinfer_weight& w, const float* scales, const float* zeros,
-                const int8_t* codes, int64_t begin, int64_t count, Out* out) {
+void scale_runs(const qinfer_weight& w, const Row& row, const int8_t* codes, int64_t begin,
+                int64_t count, Out* out) {
   int64_t column = begin;
   while (column < begin + count) {
     const int64_t group = column / w.group_size;
     int64_t stop = (group + 1) * w.group_size;
     if (stop > begin + count) stop = begin + count;
-    scale_span(codes + (column - begin), stop - column, zeros ? zeros[group] : 0.0f, scales[group],
-               out + (column - begin));
+    const int8_t* from = codes + (column - begin);
+    Out* to = out + (column - begin);
+    if (row.offsets != nullptr) {
+      scale_span(from, stop - column, row.center, row.scales[group], row.offsets[group], to);
+    } else {
+      scale_span(from, stop - column, row.zeros ? row.zeros[group] : 0.0f, row.scales[group], to);
+    }
     column = stop;
   }
 }
 
 // One chunk of a row whose columns name their groups.
 template <typename Out>
-void scale_scattered(const int32_t* __restrict groups, const float* __restrict scales,
-                     const float* __restrict zeros, const int8_t* __restrict codes, int64_t count,
-                     Out* __restrict out) {
+void scale_scattered(const int32_t* __restrict groups, const Row& row,
+                     const int8_t* __restrict codes, int64_t count, Out* __restrict out) {
+  const float* __restrict scales = row.scales;
+  const float* __restrict zeros = row.zeros;
+  const float* __restrict offsets = row.offsets;
+  if (offsets != nullptr) {
+    for (int64_t i = 0; i < count; ++i) {
+      const int32_t group = groups[i];
+      const float code = static_cast<float>(codes[i]) - row.center;
+      store(code * scales[group] + offsets[group], out + i);
+    }
+    return;
+  }
   if (zeros == nullptr) {
     for (int64_t i = 0; i < count; ++i) {
       store(static_cast<float>(codes[i]) * scales[groups[i]], out + i);
@@ -77,8 +108,9 @@ void scale_scattered(const int32_t* __restrict groups, const float* __restrict s
 
 template <typename Out>
 void dequantize_row(const qinfer_weight& w, int64_t row, Out* out) {
-  const float* scales = w.scales + row * w.num_groups;
-  const float* zeros = w.zeros ? w.zeros + row * w.num_groups : nullptr;
+  const int64_t first = row * w.num_groups;
+  const Row groups{w.scales + first, w.zeros ? w.zeros + first : nullptr,
+                   w.offsets ? w.offsets + first : nullptr, w.bits == 4 ? -8.0f : -128.0f};
   const int64_t row_bytes = w.bits == 4 ? (w.in_features + 1) / 2 : w.in_features;
   const uint8_t* packed = static_cast<const uint8_t*>(w.codes) + row * row_bytes;
   int8_t unpacked[kChunk];
@@ -91,9 +123,9 @@ void dequantize_row(const qinfer_weight& w, int64_t row, Out* out) {
       codes = unpacked;
     }
     if (w.group_index == nullptr) {
-      scale_runs(w, scales, zeros, codes, begin, count, out + begin);
+      scale_runs(w, groups, codes, begin, count, out + begin);
     } else {
-      scale_scattered(w.group_index + begin, scales, zeros, codes, count, out + begin);
+      scale_scattered(w.group_index + begin, groups, codes, count, out + begin);
     }
   }
 }

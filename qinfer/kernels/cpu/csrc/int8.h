@@ -30,9 +30,9 @@ constexpr uint32_t kToIntegerBits = 0x4b400000u;
 constexpr uint32_t kInfinityBits = 0x7f800000u;
 constexpr uint32_t kNanBits = 0x7fc00000u;
 
-// One group: kGroup values to codes, scale and the sum of the codes.
-inline void quantize_group(const float* __restrict x, int8_t* __restrict codes,
-                           float* __restrict scale, int32_t* __restrict sum) {
+// One group: kGroup values to codes and scale; returns the sum of the codes.
+inline int32_t quantize_group(const float* __restrict x, int8_t* __restrict codes,
+                              float* __restrict scale) {
   // Without their signs, floats order as their bits do, with infinity and then NaN at the end.
   int32_t amax_bits = 0;
   for (int64_t i = 0; i < kGroup; ++i) {
@@ -55,7 +55,7 @@ inline void quantize_group(const float* __restrict x, int8_t* __restrict codes,
   } else {
     for (int64_t i = 0; i < kGroup; ++i) codes[i] = 0;
   }
-  *sum = total;
+  return total;
 }
 
 // Columns [begin, begin + count) of a row; `begin` starts a group. `x` has room for whole groups:
@@ -68,8 +68,9 @@ inline void quantize_columns(float* x, int64_t begin, int64_t count, int64_t row
   qinfer_int8_group* groups = out.groups + (block * out.columns + begin) / kGroup;
   for (int64_t g = 0; g < num_groups; ++g) {
     int8_t codes[kGroup];
-    quantize_group(x + g * kGroup, codes, groups[g].scales + r, groups[g].sums + r);
-    groups[g].centers[r] = -8 * groups[g].sums[r];
+    const int32_t sum = quantize_group(x + g * kGroup, codes, groups[g].scales + r);
+    groups[g].sums[r] = groups[g].scales[r] * static_cast<float>(sum);
+    groups[g].centers[r] = -8 * sum;
     for (int64_t i = 0; i < kGroup / 4; ++i) {
       __builtin_memcpy(groups[g].codes[i][r], codes + 4 * i, 4);
     }

@@ -83,7 +83,8 @@ int64_t element_bytes(int32_t dtype) { return dtype == QINFER_BFLOAT16 ? 2 : 4; 
 bool valid(const qinfer_weight& w) {
   const bool described = w.codes != nullptr && w.scales != nullptr && w.out_features >= 0 &&
                          w.in_features >= 0 && (w.bits == 4 || w.bits == 8);
-  if (!described || !optional(w.scales, w.zeros, w.group_index)) return false;
+  if (!described || !optional(w.scales, w.zeros, w.offsets, w.group_index)) return false;
+  if (w.zeros != nullptr && w.offsets != nullptr) return false;
   if (w.group_index != nullptr) return w.num_groups > 0;
   return w.group_size > 0 &&
          (w.in_features == 0 || w.num_groups > (w.in_features - 1) / w.group_size);
@@ -131,10 +132,15 @@ bool valid(const qinfer_argmax& op) {
 
 bool valid(const qinfer_tiled_weight& w) {
   const bool sized = given_at(w.data, kAlignment) && w.out_features > 0 && w.in_features > 0 &&
-                     w.in_features % QINFER_ACTIVATION_GROUP == 0 && optional(w.scales, w.zeros);
+                     w.in_features % QINFER_ACTIVATION_GROUP == 0;
   if (w.kind == QINFER_WBF16 || w.kind == QINFER_WFP32) return sized;
-  return sized && (w.kind == QINFER_W4 || w.kind == QINFER_W8) && given(w.scales) &&
-         w.group_size > 0 && w.group_size % QINFER_ACTIVATION_GROUP == 0;
+  const int64_t scale_bytes = w.scale_dtype == QINFER_FLOAT16 ? 2 : 4;
+  return sized && (w.kind == QINFER_W4 || w.kind == QINFER_W8) &&
+         (w.scale_dtype == QINFER_FLOAT16 || w.scale_dtype == QINFER_FLOAT32) &&
+         given_at(w.scales, scale_bytes) && optional(w.zeros) &&
+         (w.offsets == nullptr || given_at(w.offsets, scale_bytes)) &&
+         (w.zeros == nullptr || w.offsets == nullptr) && w.group_size > 0 &&
+         w.group_size % QINFER_ACTIVATION_GROUP == 0;
 }
 
 bool valid(const qinfer_linear& op) {
@@ -196,7 +202,7 @@ static_assert(sizeof(qinfer_op) == 16 && sizeof(qinfer_int8_rows) == 16, "see pr
 static_assert(sizeof(qinfer_embed) == 48 && sizeof(qinfer_norm) == 80, "see program.py");
 static_assert(sizeof(qinfer_silu_mul) == 48 && sizeof(qinfer_quantize) == 40, "see program.py");
 static_assert(sizeof(qinfer_gather) == 40 && sizeof(qinfer_argmax) == 32, "see program.py");
-static_assert(sizeof(qinfer_tiled_weight) == 56 && sizeof(qinfer_linear) == 136, "see tiled.py");
+static_assert(sizeof(qinfer_tiled_weight) == 64 && sizeof(qinfer_linear) == 144, "see tiled.py");
 static_assert(sizeof(qinfer_faults) == 64, "see faults.py");
 static_assert(sizeof(qinfer_draw) == 72 && sizeof(qinfer_sample) == 48, "see sampling.py");
 

@@ -4,6 +4,9 @@
 // the same operations in the same order whatever the block, so no result depends on the number of
 // tokens or threads:
 //   int8 rows:  total = sum over groups of scale * (sum over 32 columns of x_scale * integer sum)
+//               The integer sum is one of centered codes where the weight is symmetric. Else it is
+//               one of unsigned codes, and to the total comes, per group,
+//               (offset or -zero * scale) * (sum over 32 columns of x_scale * sum of activations)
 //   float rows: total = sum over steps of 32 columns of (sum of x * w), w dequantized in float32;
 //               what the additions of the steps round off is kept and added at the end
 #include "linear.h"
@@ -51,13 +54,25 @@ inline void write(const qinfer_linear& op, int64_t token, int64_t tile, Floats t
   }
 }
 
+// --- the scales of a group -----------------------------------------------------------------------
+
+inline Floats load_scales(const qinfer_tiled_weight& w, const void* scales, int64_t entry) {
+  return w.scale_dtype == QINFER_FLOAT16 ? load_half(static_cast<const uint16_t*>(scales) + entry)
+                                         : load(static_cast<const float*>(scales) + entry);
+}
+
+// What an unsigned code of 0 stands for. (float16 scales times zero points are exact.)
+inline Floats load_addend(const qinfer_tiled_weight& w, int64_t entry, Floats scale) {
+  if (w.offsets != nullptr) return load_scales(w, w.offsets, entry);
+  return mul(sub(fill(0.0f), to_float(load_short(w.zeros + entry))), scale);
+}
+
 // --- int8 activations ----------------------------------------------------------------------------
 
-// What the zero points take from the integer sum of one step: -zero * sum of the activations.
-// Without zero points each is half the range of the codes.
-template <int Bits, bool Asymmetric>
-inline Ints correction(const Ints& zeros, int32_t sum, int32_t center) {
-  if constexpr (Asymmetric) return times_sum(zeros, sum);
+// What centers the codes of one step: half their range times the sum of the activations.
+template <int Bits, bool Affine>
+inline Ints correction(int32_t center) {
+  if constexpr (Affine) return fill_int(0);
   return shift_left<Bits - 4>(fill_int(center));
 }
 
@@ -71,21 +86,20 @@ template <int Rows>
 struct FewRows {
   int8_t codes[8][Rows][4];
   float scales[Rows];
-  int32_t sums[Rows];
+  float sums[Rows];
   int32_t centers[Rows];
 };
 
 // partial[r] += x_scale * integer sum, for the kStep columns of one step of a tile. Group is
 // qinfer_int8_group or FewRows. (The loops over rows are unrolled so that all sums stay in registers.)
-template <int Bits, int Rows, bool Asymmetric, typename Group>
-inline void int8_step(const uint8_t* tile, const Ints& zeros, const Group& x,
-                      Floats (&partial)[Rows]) {
+template <int Bits, int Rows, bool Affine, typename Group>
+inline void int8_step(const uint8_t* tile, const Group& x, Floats (&partial)[Rows]) {
   constexpr int kParts = 8 / Bits;            // quads of columns per 64 bytes of a tile
   constexpr int kLoads = kStep / 4 / kParts;  // 64-byte loads per step
   Dot<Bits> dots[Rows];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) {
-    dots[r].start(correction<Bits, Asymmetric>(zeros, x.sums[r], x.centers[r]));
+    dots[r].start(correction<Bits, Affine>(x.centers[r]));
   }
 #pragma GCC unroll 8
   for (int i = 0; i < kLoads; ++i) {
@@ -102,21 +116,20 @@ inline void int8_step(const uint8_t* tile, const Ints& zeros, const Group& x,
   }
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) {
-    const Ints sum = dots[r].finish(correction<Bits, Asymmetric>(zeros, x.sums[r], x.centers[r]));
+    const Ints sum = dots[r].finish(correction<Bits, Affine>(x.centers[r]));
     partial[r] = fma(to_float(sum), fill(x.scales[r]), partial[r]);
   }
 }
 
 // Rows tokens from `token` on, whose groups are `x`, times one tile.
-template <int Bits, int Rows, bool Asymmetric, typename Group>
+template <int Bits, int Rows, bool Affine, typename Group>
 inline void int8_tile(const qinfer_linear& op, const Group* x, int64_t token, int64_t tile) {
   constexpr int64_t kStepBytes = kStep * kLanes * Bits / 8;
   const qinfer_tiled_weight& w = op.weight;
   const int64_t steps = w.in_features / kStep, group_steps = w.group_size / kStep;
   const int64_t groups = ceil_div(steps, group_steps);
   const uint8_t* data = static_cast<const uint8_t*>(w.data) + tile * steps * kStepBytes;
-  const uint16_t* scales = w.scales + tile * groups * kLanes;
-  const int16_t* zeros = w.zeros + (Asymmetric ? tile * groups * kLanes : 0);
+  int64_t entry = tile * groups * kLanes;  // of the group's scales
 
   // The lines to be written lie far apart; asked for now, they are here when the sums are.
 #pragma GCC unroll 8
@@ -126,55 +139,59 @@ inline void int8_tile(const qinfer_linear& op, const Group* x, int64_t token, in
   Floats total[Rows];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) total[r] = fill(0.0f);
-  for (int64_t begin = 0; begin < steps; begin += group_steps) {
+  for (int64_t begin = 0; begin < steps; begin += group_steps, entry += kLanes) {
     Floats partial[Rows];
+    float sums[Rows] = {};
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) partial[r] = fill(0.0f);
-    const Ints zero = Asymmetric ? load_zeros(zeros) : fill_int(0);
     const int64_t end = smaller(steps, begin + group_steps);
     for (int64_t step = begin; step < end; ++step, data += kStepBytes) {
-      int8_step<Bits, Rows, Asymmetric>(data, zero, x[step], partial);
+      int8_step<Bits, Rows, Affine>(data, x[step], partial);
+      if (!Affine) continue;
+      for (int r = 0; r < Rows; ++r) sums[r] += x[step].sums[r];
     }
-    const Floats scale = load_half(scales);
+    const Floats scale = load_scales(w, w.scales, entry);
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) total[r] = fma(partial[r], scale, total[r]);
-    scales += kLanes;
-    if (Asymmetric) zeros += kLanes;
+    if (!Affine) continue;
+    const Floats addend = load_addend(w, entry, scale);
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) total[r] = fma(addend, fill(sums[r]), total[r]);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; ++r) write(op, token + r, tile, total[r]);
 }
 
 // Tokens [begin, begin + Rows), all of one row block, times one tile.
-template <int Bits, int Rows, bool Asymmetric>
+template <int Bits, int Rows, bool Affine>
 void int8_block(const qinfer_linear& op, int64_t begin, int64_t tile) {
   const int64_t steps = op.weight.in_features / kStep;
   const qinfer_int8_group* block = op.int8_rows->groups + begin / QINFER_ROW_BLOCK * steps;
-  int8_tile<Bits, Rows, Asymmetric>(op, from_row(block, begin % QINFER_ROW_BLOCK), begin, tile);
+  int8_tile<Bits, Rows, Affine>(op, from_row(block, begin % QINFER_ROW_BLOCK), begin, tile);
 }
 
 using Int8Block = void (*)(const qinfer_linear& op, int64_t begin, int64_t tile);
 
-template <int Bits, bool Asymmetric, int Rows = kRows>
+template <int Bits, bool Affine, int Rows = kRows>
 inline Int8Block int8_block_for(int64_t rows) {
   if constexpr (Rows == 1) {
-    return int8_block<Bits, 1, Asymmetric>;
+    return int8_block<Bits, 1, Affine>;
   } else {
-    return rows >= Rows ? int8_block<Bits, Rows, Asymmetric>
-                        : int8_block_for<Bits, Asymmetric, Rows - 1>(rows);
+    return rows >= Rows ? int8_block<Bits, Rows, Affine>
+                        : int8_block_for<Bits, Affine, Rows - 1>(rows);
   }
 }
 
-template <int Bits, bool Asymmetric>
+template <int Bits, bool Affine>
 void int8_unit(const qinfer_linear& op, int64_t begin, int64_t end, int64_t tile, int64_t) {
   for (int64_t token = begin; token < end; token += kRows) {
-    int8_block_for<Bits, Asymmetric>(end - token)(op, token, tile);
+    int8_block_for<Bits, Affine>(end - token)(op, token, tile);
   }
 }
 
 // All tokens of a step that has few, times tiles [begin, end). Their groups would leave most of
 // each cache line unused, so they are moved together first.
-template <int Bits, int Rows, bool Asymmetric>
+template <int Bits, int Rows, bool Affine>
 void int8_few(const qinfer_linear& op, int64_t begin, int64_t end) {
   alignas(64) FewRows<Rows> x[kFewBytes / sizeof(FewRows<Rows>)];
   for (int64_t step = 0; step < op.weight.in_features / kStep; ++step) {
@@ -185,18 +202,18 @@ void int8_few(const qinfer_linear& op, int64_t begin, int64_t end) {
     __builtin_memcpy(x[step].centers, group.centers, sizeof x[step].centers);
   }
   for (int64_t tile = begin; tile < end; ++tile) {
-    int8_tile<Bits, Rows, Asymmetric>(op, x, 0, tile);
+    int8_tile<Bits, Rows, Affine>(op, x, 0, tile);
   }
 }
 
 using Int8Few = void (*)(const qinfer_linear& op, int64_t begin, int64_t end);
 
 // NULL where the rows are too many or too long.
-template <int Bits, bool Asymmetric>
+template <int Bits, bool Affine>
 Int8Few int8_few_for(int64_t rows, int64_t columns) {
-  constexpr Int8Few kFunctions[] = {nullptr, int8_few<Bits, 1, Asymmetric>,
-                                    int8_few<Bits, 2, Asymmetric>, int8_few<Bits, 3, Asymmetric>,
-                                    int8_few<Bits, 4, Asymmetric>};
+  constexpr Int8Few kFunctions[] = {nullptr, int8_few<Bits, 1, Affine>,
+                                    int8_few<Bits, 2, Affine>, int8_few<Bits, 3, Affine>,
+                                    int8_few<Bits, 4, Affine>};
   const bool fits = rows <= 4 && columns / kStep * rows * int64_t{sizeof(FewRows<1>)} <= kFewBytes;
   return fits ? kFunctions[rows] : nullptr;
 }
@@ -208,14 +225,23 @@ struct alignas(64) Panel {
   float weights[kStep * kLanes];
 };
 
-template <int Bits>
+// An unsigned code's weight; the arithmetic is that of QuantizedWeight.dequantize.
+template <bool Offset>
+inline Floats weight_of(Ints code, Floats scale, Floats base) {
+  if constexpr (Offset) return add(mul(to_float(code), scale), base);
+  return mul(sub(to_float(code), base), scale);
+}
+
+template <int Bits, bool Offset>
 inline void dequantize(const qinfer_tiled_weight& w, int64_t tile, int64_t step, float* out) {
   constexpr int kParts = 8 / Bits;
   constexpr int kLoads = kStep / 4 / kParts;
   const int64_t groups = ceil_div(w.in_features, w.group_size);
   const int64_t entry = (tile * groups + step * kStep / w.group_size) * kLanes;
-  const Floats scale = load_half(w.scales + entry);
-  const Floats zero = w.zeros ? to_float(load_short(w.zeros + entry)) : fill(1 << (Bits - 1));
+  const Floats scale = load_scales(w, w.scales, entry);
+  const Floats base = Offset    ? load_scales(w, w.offsets, entry)
+                      : w.zeros ? to_float(load_short(w.zeros + entry))
+                                : fill(1 << (Bits - 1));
   const int64_t steps = w.in_features / kStep;
   const uint8_t* bytes = static_cast<const uint8_t*>(w.data) + (tile * steps + step) * kLoads * 64;
   for (int i = 0; i < kLoads; ++i, bytes += 64) {
@@ -223,10 +249,10 @@ inline void dequantize(const qinfer_tiled_weight& w, int64_t tile, int64_t step,
     Codes codes[kParts];
     load_codes(bytes, codes);
     for (int part = 0; part < kParts; ++part, out += 4 * kLanes) {
-      store(out, mul(sub(to_float(column<0>(codes[part])), zero), scale));
-      store(out + kLanes, mul(sub(to_float(column<1>(codes[part])), zero), scale));
-      store(out + 2 * kLanes, mul(sub(to_float(column<2>(codes[part])), zero), scale));
-      store(out + 3 * kLanes, mul(sub(to_float(column<3>(codes[part])), zero), scale));
+      store(out, weight_of<Offset>(column<0>(codes[part]), scale, base));
+      store(out + kLanes, weight_of<Offset>(column<1>(codes[part]), scale, base));
+      store(out + 2 * kLanes, weight_of<Offset>(column<2>(codes[part]), scale, base));
+      store(out + 3 * kLanes, weight_of<Offset>(column<3>(codes[part]), scale, base));
     }
   }
 }
@@ -238,6 +264,15 @@ inline Floats load_weights(const uint16_t* p) { return load_bf16(p); }
 template <typename Element>
 inline const Element* dense_step(const qinfer_tiled_weight& w, int64_t tile, int64_t step) {
   return static_cast<const Element*>(w.data) + (tile * w.in_features + step * kStep) * kLanes;
+}
+
+template <int Bits>
+inline void dequantize(const qinfer_tiled_weight& w, int64_t tile, int64_t step, float* out) {
+  if (w.offsets != nullptr) {
+    dequantize<Bits, true>(w, tile, step, out);
+  } else {
+    dequantize<Bits, false>(w, tile, step, out);
+  }
 }
 
 // The panel of one step of a tile; float32 weights are read in place.
@@ -395,14 +430,14 @@ struct Int8Functions {
 };
 
 template <int Bits>
-Int8Functions int8_functions(bool asymmetric) {
-  if (asymmetric) return {int8_unit<Bits, true>, int8_few_for<Bits, true>};
+Int8Functions int8_functions(bool affine) {
+  if (affine) return {int8_unit<Bits, true>, int8_few_for<Bits, true>};
   return {int8_unit<Bits, false>, int8_few_for<Bits, false>};
 }
 
 Int8Functions int8_functions(const qinfer_tiled_weight& w) {
-  const bool asymmetric = w.zeros != nullptr;
-  return w.kind == QINFER_W4 ? int8_functions<4>(asymmetric) : int8_functions<8>(asymmetric);
+  const bool affine = w.zeros != nullptr || w.offsets != nullptr;
+  return w.kind == QINFER_W4 ? int8_functions<4>(affine) : int8_functions<8>(affine);
 }
 
 // Tokens per block: blocks of about equal size, whole multiples of kRows.

@@ -6,7 +6,8 @@
 //           its high nibble, as unsigned codes (code + 8).
 //   8 bits: per 4 columns 64 bytes; byte 4 * row + i holds column i, as unsigned codes (code + 128).
 //   bf16, fp32: per column 16 elements, one per row.
-// Scales and zeros per tile and group: [tiles, groups, 16].
+// Scales, and zeros or offsets, per tile and group: [tiles, groups, 16]. An unsigned code stands for
+//   (code - zero) * scale, or code * scale + offset
 #pragma once
 
 #include "program.h"
@@ -19,13 +20,14 @@ enum qinfer_weight_kind { QINFER_W4 = 0, QINFER_W8 = 1, QINFER_WBF16 = 2, QINFER
 
 typedef struct qinfer_tiled_weight {
   const void* data;         // tiles, 64-byte aligned
-  const uint16_t* scales;   // float16 bits [tiles, groups, 16]; NULL for bf16 and fp32
-  const int16_t* zeros;     // unsigned zero points [tiles, groups, 16]; NULL = symmetric (8 or 128)
+  const void* scales;       // [tiles, groups, 16]; not read for bf16 and fp32, as the next two
+  const int16_t* zeros;     // [tiles, groups, 16], unsigned; NULL = symmetric (8 or 128) or offsets
+  const void* offsets;      // [tiles, groups, 16] or NULL; excludes zeros
   int64_t out_features;
   int64_t in_features;      // padded to a multiple of 32
   int64_t group_size;       // a multiple of 32 (channel: in_features)
   int32_t kind;             // qinfer_weight_kind
-  int32_t reserved;
+  int32_t scale_dtype;      // of scales and offsets: QINFER_FLOAT16 or QINFER_FLOAT32 (qinfer_dtype)
 } qinfer_tiled_weight;
 
 // out[t, n] = sum_k x[t, k] W[n, k] + bias[n] + residual[t, n], float32.

@@ -3,7 +3,6 @@
 //
 //   Floats, Ints       16 float32, 16 int32
 //   Codes              4 columns x 16 rows of unsigned codes, in the order of the tiles
-//   load_zeros         the zero points of 16 rows, negative, as times_sum reads them
 //   Dot<bits>          the running dot product of a group of 32 columns, exact in integers
 //   kRows, kFloatTiles      tokens and tiles whose sums are kept in registers together
 #pragma once
@@ -56,15 +55,6 @@ inline Ints load_short(const int16_t* p) {
 }
 template <int Bits>
 inline Ints shift_left(Ints x) { return _mm512_slli_epi32(x, Bits); }
-// -zero in the low half of each lane and 0 in the high one: pairs for vpdpwssd, which multiplies
-// them with sums that fit in 16 bits (32 * 127 at most) in one operation, where vpmulld takes two.
-inline Ints load_zeros(const int16_t* p) {
-  const Ints negative = _mm512_sub_epi32(_mm512_setzero_si512(), load_short(p));
-  return _mm512_and_si512(negative, _mm512_set1_epi32(0xffff));
-}
-inline Ints times_sum(Ints zeros, int32_t sum) {
-  return _mm512_dpwssd_epi32(_mm512_setzero_si512(), zeros, fill_int(sum));
-}
 inline Floats to_float(Ints x) { return _mm512_cvtepi32_ps(x); }
 
 inline void load_codes(const uint8_t* p, Codes (&codes)[1]) { codes[0] = _mm512_loadu_si512(p); }
@@ -143,15 +133,6 @@ inline Ints load_short(const int16_t* p) {
 template <int Bits>
 inline Ints shift_left(Ints x) {
   return {_mm256_slli_epi32(x.low, Bits), _mm256_slli_epi32(x.high, Bits)};
-}
-inline Ints load_zeros(const int16_t* p) {
-  const Ints zeros = load_short(p);
-  const __m256i zero = _mm256_setzero_si256();
-  return {_mm256_sub_epi32(zero, zeros.low), _mm256_sub_epi32(zero, zeros.high)};
-}
-inline Ints times_sum(Ints zeros, int32_t sum) {
-  const __m256i all = _mm256_set1_epi32(sum);
-  return {_mm256_mullo_epi32(zeros.low, all), _mm256_mullo_epi32(zeros.high, all)};
 }
 inline Floats to_float(Ints x) { return {_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high)}; }
 
@@ -300,12 +281,6 @@ inline Ints load_short(const int16_t* p) {
 template <int Bits>
 inline Ints shift_left(const Ints& x) {
   return each_lane<int32_t>([&](int i) { return x.lane[i] * (1 << Bits); });
-}
-inline Ints load_zeros(const int16_t* p) {
-  return each_lane<int32_t>([=](int i) { return -int32_t{p[i]}; });
-}
-inline Ints times_sum(const Ints& zeros, int32_t sum) {
-  return each_lane<int32_t>([&](int i) { return zeros.lane[i] * sum; });
 }
 inline Floats to_float(const Ints& x) {
   return each_lane<float>([&](int i) { return static_cast<float>(x.lane[i]); });

@@ -48,7 +48,7 @@ QINFER_API int32_t qinfer_run(const qinfer_op* ops, int64_t num_ops, int32_t thr
 //   amax  = the largest |x| of the group
 //   scale = amax / 127                           NaN if any x of the group is NaN or infinite
 //   code  = clamp(half_even(x / scale), +-127)   0 if the scale is 0 or NaN
-//   sum   = the sum of the group's codes
+//   sum   = scale * the sum of the group's codes
 // so x ~ code * scale, and a row that is not finite stays visibly broken. The last group of a row
 // is padded with zeros. int8.h is this formula in C++.
 //
@@ -59,8 +59,9 @@ QINFER_API int32_t qinfer_run(const qinfer_op* ops, int64_t num_ops, int32_t thr
 typedef struct qinfer_int8_group {
   int8_t codes[8][QINFER_ROW_BLOCK][4];  // [column / 4][row][column % 4]
   float scales[QINFER_ROW_BLOCK];
-  int32_t sums[QINFER_ROW_BLOCK];
-  int32_t centers[QINFER_ROW_BLOCK];  // -8 * sum: what symmetric codes take from an integer product
+  float sums[QINFER_ROW_BLOCK];
+  int32_t centers[QINFER_ROW_BLOCK];  // -8 times the sum of the codes: what symmetric weights take
+                                      // from an integer product
 } qinfer_int8_group;
 typedef struct qinfer_int8_rows {
   qinfer_int8_group* groups;  // [rows / 8, columns / 32], aligned to 64 bytes

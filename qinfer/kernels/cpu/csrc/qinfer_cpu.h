@@ -11,14 +11,14 @@
 #define QINFER_API __attribute__((visibility("default")))
 #endif
 
-#define QINFER_ABI_VERSION 5
+#define QINFER_ABI_VERSION 6
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
 enum qinfer_status { QINFER_OK = 0, QINFER_BAD_ARGUMENT = 1, QINFER_NO_THREADS = 2 };
-enum qinfer_dtype { QINFER_FLOAT32 = 0, QINFER_BFLOAT16 = 1 };
+enum qinfer_dtype { QINFER_FLOAT32 = 0, QINFER_BFLOAT16 = 1, QINFER_FLOAT16 = 2 };
 
 // A quantized weight [out, in] as the kernels read it; row-major, dense, owned by the caller.
 typedef struct qinfer_weight {
@@ -26,6 +26,7 @@ typedef struct qinfer_weight {
                                // nibble is the even column, a nibble is code + 8
   const float* scales;         // [out, groups]
   const float* zeros;          // [out, groups], shifted like the codes; NULL = all 0
+  const float* offsets;        // [out, groups] or NULL; excludes zeros, see qinfer_dequantize
   const int32_t* group_index;  // [in], the group of each column; NULL = column / group_size
   int64_t out_features;
   int64_t in_features;
@@ -44,9 +45,10 @@ QINFER_API const char* qinfer_isa(void);
 // it was not compiled in or this machine lacks it. Not while other calls run.
 QINFER_API int32_t qinfer_use_isa(const char* name);
 
-// Writes rows [row_begin, row_end) of the dense weight, (code - zero) * scale in float32 and then
-// rounded to `dtype` (to nearest, ties to even), to `out` [row_end - row_begin, in]. Uses up to
-// `threads` threads. Returns a qinfer_status; nothing is written unless it is QINFER_OK.
+// Writes rows [row_begin, row_end) of the dense weight to `out` [row_end - row_begin, in]:
+// (code - zero) * scale or, with offsets, (code + 2^(bits - 1)) * scale + offset, in float32 and then
+// rounded to `dtype` (to nearest, ties to even). Uses up to `threads` threads. Returns a
+// qinfer_status; nothing is written unless it is QINFER_OK.
 QINFER_API int32_t qinfer_dequantize(const qinfer_weight* weight, int64_t row_begin,
                                      int64_t row_end, int32_t dtype, void* out, int32_t threads);
 

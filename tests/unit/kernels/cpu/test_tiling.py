@@ -42,7 +42,7 @@ WEIGHTS: dict[str, torch.Tensor | QuantizedWeight] = {
 
 def same(one: tiled.TiledWeight, other: tiled.TiledWeight) -> bool:
     """Tell whether two weights have the same tiles."""
-    pairs = [(getattr(one, part), getattr(other, part)) for part in ("scales", "zeros")]
+    pairs = [(getattr(one, part), getattr(other, part)) for part in ("scales", "zeros", "offsets")]
     pairs += [(one.data, other.data), (one.permutation, other.permutation)]
     return one.kind == other.kind and all(
         a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs
