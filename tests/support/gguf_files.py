@@ -2,15 +2,22 @@
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+from gguf.constants import GGML_QUANT_SIZES
 from safetensors.numpy import load_file
 
 from qinfer.checkpoint.gguf_config import _LAYER_NAMES, _TOP_NAMES
 
+# The bytes of a block that hold float16 numbers; all others may have any value.
+SCALE_BYTES = {
+    "Q4_0": slice(0, 2), "Q4_1": slice(0, 4), "Q5_0": slice(0, 2), "Q5_1": slice(0, 4),
+    "Q8_0": slice(0, 2), "Q4_K": slice(0, 4), "Q5_K": slice(0, 4), "Q6_K": slice(208, 210),
+}  # fmt: skip
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}{% endfor %}"
 
 
@@ -40,10 +47,13 @@ def write_gguf(
     extra: dict[str, Any] | None = None,
     factors: np.ndarray | None = None,
     quant: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    by_name: Mapping[str, gguf.GGMLQuantizationType] | None = None,
 ) -> Path:
     """Write the checkpoint at `source` as a GGUF file of architecture `arch`.
 
-    `extra` adds or replaces metadata; a value of None leaves the key out.
+    `extra` adds or replaces metadata; a value of None leaves the key out. `by_name` has the types
+    of matrices whose name a regular expression finds, `quant` that of the others. Matrices of types
+    that the library cannot quantize to get random values (see `random_blocks`).
     """
     config = json.loads((source / "config.json").read_text())
     writer = gguf.GGUFWriter(out, arch)
@@ -76,8 +86,12 @@ def write_gguf(
         if arch == "llama" and re.search(r"q_proj|k_proj", name):
             heads = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"
             tensor = permute(tensor, config[heads])  # noqa: PLW2901 - one step of the loop
-        kind = quant if tensor.ndim == 2 else gguf.GGMLQuantizationType.F32
-        data = gguf.quants.quantize(tensor.astype(np.float32), kind)
+        found = (kind for pattern, kind in (by_name or {}).items() if re.search(pattern, name))
+        kind = next(found, quant) if tensor.ndim == 2 else gguf.GGMLQuantizationType.F32
+        if kind.name.endswith("_K"):
+            data = random_blocks(kind.name, *tensor.shape)
+        else:
+            data = gguf.quants.quantize(tensor.astype(np.float32), kind)
         writer.add_tensor(gguf_name(name), data, raw_dtype=kind)
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors)
@@ -86,6 +100,19 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return out
+
+
+def random_blocks(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
+    """Return blocks of random bits, uint8 `[rows, row bytes]`, with small float16 numbers."""
+    source = np.random.default_rng(seed)
+    block_size, block_bytes = GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    assert columns % block_size == 0
+    shape = (rows, columns // block_size, block_bytes)
+    raw = source.integers(0, 256, shape, dtype=np.uint8)
+    place = SCALE_BYTES[kind]
+    numbers = source.standard_normal((*shape[:2], (place.stop - place.start) // 2)) / 500
+    raw[..., place] = numbers.astype(np.float16).view(np.uint8)
+    return raw.reshape(rows, -1)
 
 
 def gguf_name(name: str) -> str:
