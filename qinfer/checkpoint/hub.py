@@ -34,7 +34,11 @@ _HTTP_ERROR: type[BaseException] = HfHubHTTPError.__bases__[0]
 
 
 def resolve_model(
-    model: str | Path, *, revision: str | None = None, token: str | None = None
+    model: str | Path,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    gguf_weights: str = "dense",
 ) -> Path:
     """Return the local directory of a model, downloading or converting it if need be.
 
@@ -42,6 +46,8 @@ def resolve_model(
         model: a directory, a `.gguf` file, or a hub id such as `org/name`.
         revision: branch, tag or commit, for hub ids.
         token: access token, for hub ids; default: the one that the hub's client finds.
+        gguf_weights: of a `.gguf` file: `dense` = dequantized to bfloat16, the unquantized model
+            that quantizing and comparing start from; `codes` = its own codes, to be run.
 
     Raises:
         CheckpointError: there is no such model; the message says what to do.
@@ -52,7 +58,7 @@ def resolve_model(
     if path.suffix == ".gguf":
         if not path.is_file():
             raise CheckpointError(f"{path} does not exist")
-        return cached_conversion(path)
+        return cached_conversion(path, keep_codes=gguf_weights == "codes")
     if path.is_dir():
         return path
     if path.exists():
@@ -62,20 +68,21 @@ def resolve_model(
     return _download(str(model), revision, token)
 
 
-def cached_conversion(gguf: Path) -> Path:
-    """Return the converted directory of a GGUF file, from the cache if it is there.
+def cached_conversion(gguf: Path, *, keep_codes: bool = False) -> Path:
+    """Return the converted directory of a GGUF file (see `convert`), from the cache if it is there.
 
     Several processes may convert at once: each works in a directory of its own, the first rename
     wins, and all return the same path.
     """
     root = cache_dir() / "gguf"
-    final = root / f"{gguf.stem}-{_fingerprint(gguf)}"
+    form = "-codes" if keep_codes else ""
+    final = root / f"{gguf.stem}{form}-{_fingerprint(gguf)}"
     if final.is_dir():
         return final
     root.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="converting-", dir=root))
     try:
-        convert(gguf, work / "model")
+        convert(gguf, work / "model", keep_codes=keep_codes)
         try:
             (work / "model").rename(final)
         except OSError as error:

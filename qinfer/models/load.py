@@ -3,12 +3,15 @@
 Weights are taken from the file block by block, so that the peak is the decoder and one block.
 """
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 import torch
 
 from qinfer.checkpoint.reader import Checkpoint
 from qinfer.errors import CheckpointError, ConfigError
+from qinfer.formats.codebook import CodebookWeight
 from qinfer.kernels.linear import own
 from qinfer.models.config import (
     ModelConfig,
@@ -28,6 +31,7 @@ TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+_log = logging.getLogger(__name__)
 
 
 def load_decoder(
@@ -96,12 +100,63 @@ def block_weights(checkpoint: Checkpoint, config: ModelConfig, layer: int) -> di
     prefix = f"model.layers.{layer}."
     weights: dict[str, Weight] = {}
     for name, (inputs, outputs) in block_linear_shapes(config, layer).items():
-        weight = checkpoint.weight(prefix + name, in_features=inputs, out_features=outputs)
-        weights[name] = weight
+        weights[name] = linear_weight(checkpoint, prefix + name, (outputs, inputs))
     for name, shape in block_tensor_shapes(config, layer).items():
         check_shape(checkpoint, prefix + name, shape)
         weights[name] = own(checkpoint.tensor(prefix + name))
     return weights
+
+
+def linear_weight(checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> Weight:
+    """Read the weight `[out, in]` of a linear: as codes that a kernel runs, or dense.
+
+    Raises:
+        CheckpointError: a tensor is missing, damaged or of the wrong shape.
+    """
+    weight = checkpoint.weight(name, in_features=shape[1], out_features=shape[0])
+    return weight.dequantize() if isinstance(weight, CodebookWeight) else weight
+
+
+def loaded_bytes(checkpoint: Checkpoint, config: ModelConfig, dtype: str) -> int:
+    """Return the bytes of a checkpoint, with the codes that no kernel runs as dense weights.
+
+    Raises:
+        ConfigError: `dtype` is unknown.
+    """
+    shapes = linear_shapes(config) | {HEAD: (config.hidden_size, config.vocab_size)}
+    element_bytes = resolve_dtype(dtype, config).itemsize
+    total = checkpoint.total_bytes
+    for name in _codes_without_kernel(checkpoint, config):
+        inputs, outputs = shapes[name]
+        parts = (checkpoint.entries.get(part) for part in checkpoint.weight_names(name))
+        total -= sum(part.num_bytes for part in parts if part is not None)
+        total += inputs * outputs * element_bytes
+    return total
+
+
+def report_dequantized(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype) -> None:
+    """Warn once of the linears whose codes no kernel runs: they are loaded as dense weights."""
+    kinds = Counter(_codes_without_kernel(checkpoint, config).values())
+    if kinds:
+        found = ", ".join(f"{kind} ({count})" for kind, count in sorted(kinds.items()))
+        _log.warning(
+            "%d of %d linears are stored as codes that no kernel runs: %s; they are dequantized to "
+            "%s, at its size and speed",
+            kinds.total(), len(_needed(config)[1]), found, str(dtype).removeprefix("torch."),
+        )  # fmt: skip
+
+
+def _codes_without_kernel(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, str]:
+    """Return the kind of code by linear."""
+    settings = checkpoint.quantization
+    if settings is None or all(found.scheme is not None for found in settings.formats):
+        return {}
+    kinds = {}
+    for name in _needed(config)[1]:
+        stored = settings.module_format(name)
+        if stored is not None and stored.scheme is None and checkpoint.is_quantized(name):
+            kinds[name] = str(stored)
+    return kinds
 
 
 def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
@@ -160,7 +215,7 @@ def _head(
 ) -> Linear:
     if config.tie_word_embeddings:
         return Linear(embedding, None, dtype=dtype, device=device)
-    weight = checkpoint.weight(HEAD, in_features=config.hidden_size, out_features=config.vocab_size)
+    weight = linear_weight(checkpoint, HEAD, (config.vocab_size, config.hidden_size))
     return Linear(weight, None, dtype=dtype, device=device)
 
 

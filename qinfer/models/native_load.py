@@ -31,7 +31,9 @@ from qinfer.models.load import (
     HEAD,
     check_shape,
     check_tensors,
+    linear_weight,
     load_decoder,
+    report_dequantized,
     resolve_dtype,
 )
 from qinfer.models.native import NativeDecoder, NativeWeights
@@ -79,6 +81,7 @@ def load_model(checkpoint: Checkpoint, options: LoadOptions) -> CausalLM:
     """
     config = ModelConfig.from_dict(checkpoint.config)
     check_tensors(checkpoint, config)
+    report_dequantized(checkpoint, config, resolve_dtype(options.dtype, config))
     reason = _native_refusal(checkpoint, config, options)
     if reason is None:
         try:
@@ -198,9 +201,11 @@ def _linear(
 ) -> Source:
     """Return a linear's weight: quantized as it is, dense to be read in `dtype` by its rows."""
     if checkpoint.is_quantized(prefix):
-        weight = checkpoint.weight(prefix, in_features=shape[1], out_features=shape[0])
+        weight = linear_weight(checkpoint, prefix, shape)
         if isinstance(weight, QuantizedWeight):
             return weight
+        whole = weight.to(dtype)
+        return WeightRows(shape, dtype, lambda begin, end: whole[begin:end])
     return _dense(checkpoint, f"{prefix}.weight", shape, dtype)
 
 

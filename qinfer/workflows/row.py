@@ -195,6 +195,7 @@ def _memory(llm: LLM, start_bytes: int | None) -> MemoryFigures:
 
 def _weights_label(llm: LLM) -> str:
     settings = llm.checkpoint.quantization
-    if settings is None:
+    if settings is None or not settings.formats:
         return _SHORT[llm.config.dtype]
-    return f"{settings.scheme} mixed" if len(settings.formats) > 1 else str(settings.scheme)
+    usual = str(settings.formats[0])
+    return f"{usual} mixed" if len(settings.formats) > 1 else usual

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -51,13 +52,25 @@ def test_changed_gguf_is_converted_again(gguf_file: Path, cache: Path) -> None:
     assert hub.resolve_model(gguf_file) != first
 
 
+def test_two_forms_of_a_gguf_lie_side_by_side(
+    tiny_llama: Path, tmp_path: Path, cache: Path
+) -> None:
+    kind = GGMLQuantizationType.Q8_0
+    file = write_gguf(tiny_llama, tmp_path / "small.gguf", "llama", quant=kind)
+    codes, dense = hub.resolve_model(file, gguf_weights="codes"), hub.resolve_model(file)
+    assert codes != dense
+    assert {path.name for path in cache.iterdir()} == {codes.name, dense.name}
+    assert "quantization_config" in open_checkpoint(codes).config
+    assert open_checkpoint(dense).quantization is None
+
+
 def test_concurrent_conversions_all_end_well(gguf_file: Path, cache: Path, monkeypatch) -> None:
     """Two test workers may start on the same file at the same time."""
     barrier = threading.Barrier(3)
 
-    def slow(source: Path, out: Path) -> None:
+    def slow(source: Path, out: Path, *, keep_codes: bool) -> None:
         barrier.wait(timeout=60)
-        gguf.convert(source, out)
+        gguf.convert(source, out, keep_codes=keep_codes)
         barrier.wait(timeout=60)
 
     monkeypatch.setattr(hub, "convert", slow)
