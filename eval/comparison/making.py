@@ -74,7 +74,12 @@ def run(command: list[str], log: Path, variables: dict[str, str]) -> Cost:
     settings = [f"{name}={value}" for name, value in variables.items()]
     start = time.monotonic()
     with log.open("wb") as output:
-        process = subprocess.Popen(["env", *settings, *command], stdout=output, stderr=output)
+        process = subprocess.Popen(
+            ["env", *settings, *command],
+            stdout=output,
+            stderr=output,
+            cwd=log.parent,  # GPTQModel writes its logs where it is started
+        )
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)  # it was not waited for by its owner
     if status:

@@ -48,8 +48,9 @@ def _gptqmodel(name: str, **options: Any) -> Row:
     return Row(f"GPTQModel {name}", "gptqmodel", wanted)
 
 
-def _llmcompressor(name: str, **options: Any) -> Row:
-    wanted = {"bits": 4, "group_size": 64, "symmetric": True} | options
+def _llmcompressor(name: str) -> Row:
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64}
+    wanted = {"weights": weights | {"symmetric": True}}
     return Row(f"llm-compressor {name}", "llmcompressor", wanted)
 
 
@@ -61,7 +62,6 @@ ROWS = (
     _qinfer("INT4 g64", *_G64),
     _gptqmodel("INT4 g64"),
     _llmcompressor("INT4 g64"),
-    _llmcompressor("INT4 g64, act-order", actorder="static"),
     Row("llama.cpp Q4_0", "llama.cpp", bits=4.5),
     _qinfer("INT4 g32", *_G32),
     _qinfer("4.5 bits allocated", "--target-bits", "4.5"),
@@ -98,7 +98,7 @@ KLD = ("measured", "kld_mean")
 WALL = ("made", "wall_seconds")
 CPU = ("made", "cpu_seconds")
 RSS = ("made", "peak_rss_bytes")
-_PEERS = ("GPTQModel INT4 g64", "llm-compressor INT4 g64", "llm-compressor INT4 g64, act-order")
+_PEERS = ("GPTQModel INT4 g64", "llm-compressor INT4 g64")
 
 TARGETS = (
     Target("INT4 g64 symmetric", "qinfer INT4 g64", KLD, 0.85, _PEERS),

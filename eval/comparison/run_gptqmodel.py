@@ -1,8 +1,9 @@
-"""GPTQModel's process: quantizes a model with its own GPTQ; runs in its environment.
+"""GPTQModel's process: quantizes a model with its own GPTQ or AWQ; runs in its environment.
 
 python run_gptqmodel.py SOURCE TOKENS.json OUT OPTIONS.json
 
-The options are fields of its `QuantizeConfig`; what they do not name is its default.
+The options are fields of its `QuantizeConfig`; what they do not name is its default. With `rounding`
+they are those of its `RTNConfig`: its way to AWQ's format on a machine without CUDA.
 """
 
 import json
@@ -11,15 +12,21 @@ from pathlib import Path
 
 import torch
 from gptqmodel import GPTQModel, QuantizeConfig
+from gptqmodel.quantization.config import RTNConfig
 
 
 def main(source: str, tokens: str, out: str, options: str) -> None:
-    windows = json.loads(Path(tokens).read_text(encoding="utf-8"))
-    samples = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in windows]
-    config = QuantizeConfig(**json.loads(options))
+    wanted = json.loads(options)
+    rounding = wanted.pop("rounding", False)
+    config = RTNConfig(**wanted) if rounding else QuantizeConfig(**wanted)
     model = GPTQModel.load(source, config, device="cpu", dtype=torch.bfloat16)
-    model.quantize(samples, batch_size=1)
+    model.quantize(None if rounding else _samples(tokens), batch_size=1)
     model.save(out)
+
+
+def _samples(tokens: str) -> list[dict[str, list[int]]]:
+    windows = json.loads(Path(tokens).read_text(encoding="utf-8"))
+    return [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in windows]
 
 
 if __name__ == "__main__":
