@@ -21,6 +21,7 @@ DEFAULT_BLOCK_SIZE = 128
 _DAMPING_STEPS = (0.01, 0.1, 1.0)
 _SMALL_TRIANGLE = 128
 _PANEL = 128
+_STRIP = 16  # columns corrected one by one; the rest of a block gets a strip at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,6 +42,47 @@ class Factor:
     damp_percent: float
     attempts: int
     reason: str | None = None
+
+    def natural(self) -> torch.Tensor:
+        """Return U with its columns as they stand: `H⁻¹ = Uᵀ U` still, but not triangular.
+
+        Raises:
+            ValueError: there is no factor.
+        """
+        if self.U is None:
+            raise ValueError(f"no factor: {self.reason}")
+        return self.U if self.order is None else self.U[:, torch.argsort(self.order)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """A weight on the grid of its groups, input by input: `w = level * scale`.
+
+    Args:
+        levels: float32 `[in, out]`, whole: codes minus the zero point.
+        scale: float32 `[groups, out]`, exactly representable in float16.
+        zero: float32 `[groups, out]`, whole; None = symmetric, all 0.
+    """
+
+    levels: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+
+    def dense(self, size: int) -> torch.Tensor:
+        """Return the values, `[in, out]`, of groups of `size` inputs."""
+        return self.levels * spread(self.scale, size, len(self.levels))
+
+    def weight(self, scheme: WeightScheme) -> QuantizedWeight:
+        """Return the canonical form, `[out, in]`."""
+        zero = torch.zeros_like(self.scale) if self.zero is None else self.zero
+        size = scheme.group_size or len(self.levels)
+        codes = self.levels + spread(zero, size, len(self.levels))
+        return rtn.assemble(codes.T, rtn.Grid(self.scale.T, zero.T, scheme.bits), scheme)
+
+
+def spread(groups: torch.Tensor, size: int, in_features: int) -> torch.Tensor:
+    """Repeat what `[groups, out]` says for every input of a group: `[in, out]`."""
+    return groups.repeat_interleave(size, 0)[:in_features]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,28 +115,34 @@ def factorize(
         act_order: quantize the columns in the order of descending diagonal.
     """
     with single_thread():
-        hessian = H.double()
-        hessian = (hessian + hessian.T) / 2
-        diagonal = hessian.diagonal().clone()
-        alive = diagonal != 0
-        if not bool(alive.any()):
+        diagonal = H.diagonal()
+        if not bool((diagonal != 0).any()):
             return Factor(None, None, damp_percent, 0, "all calibration inputs are zero")
-        # A column that no token used has no error to hand on: it is rounded on its own.
-        hessian.diagonal()[~alive] = 1.0
         order = torch.argsort(diagonal, descending=True, stable=True) if act_order else None
-        if order is not None:
-            hessian = hessian[order][:, order]
-        mean = float(diagonal[alive].mean())
         steps = [damp_percent, *(step for step in _DAMPING_STEPS if step > damp_percent)]
         for attempt, step in enumerate(steps, start=1):
-            damped = hessian.clone()
-            damped.diagonal().add_(step * mean)
-            U = _inverse_factor(damped)
+            damped = damp(H, step)
+            U = inverse_factor(damped if order is None else damped[order][:, order])
             if U is not None:
                 return Factor(U, order, step, attempt)
     tried = ", ".join(f"{step:g}" for step in steps)
     reason = f"the Hessian is not positive definite at damping {tried}"
     return Factor(None, order, steps[-1], len(steps), reason)
+
+
+def damp(H: torch.Tensor, damp_percent: float) -> torch.Tensor:
+    """Return the symmetric part of a Hessian, float64, with a share of its mean diagonal added.
+
+    A column that no token used has no error to hand on: its diagonal is 1 more, so that it is
+    rounded on its own.
+    """
+    damped = H.double()
+    damped = (damped + damped.T) / 2
+    diagonal = damped.diagonal()
+    alive = diagonal != 0
+    share = damp_percent * float(diagonal[alive].mean())
+    diagonal.add_(torch.where(alive, share, share + 1.0))
+    return damped
 
 
 def solve(
@@ -139,7 +187,8 @@ def solve_factored(
         if factor.U is None:
             weight = rtn.quantize(dense, scheme, name=name)
         else:
-            weight = _solve_columns(dense, factor.U, factor.order, scheme, block_size, name)
+            solved = solve_columns(dense, factor, scheme, block_size=block_size, name=name)
+            weight = solved.weight(scheme)
         error = relative_error(dense, weight.dequantize(), H)
     used = None if factor.U is None else factor.damp_percent
     return GPTQResult(weight, error, used, factor.attempts, factor.reason)
@@ -175,7 +224,7 @@ def single_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor | None:
+def inverse_factor(hessian: torch.Tensor) -> torch.Tensor | None:
     """Return the upper triangular U with `H⁻¹ = Uᵀ U`, or None if H is not positive definite.
 
     With the columns reversed, `H = L Lᵀ` becomes `H = R Rᵀ` with R upper triangular, so
@@ -203,61 +252,109 @@ def _invert_upper(R: torch.Tensor) -> torch.Tensor:
     return inverse
 
 
-def _solve_columns(
+def solve_columns(
     W: torch.Tensor,
-    U: torch.Tensor,
-    order: torch.Tensor | None,
+    factor: Factor,
     scheme: WeightScheme,
-    block_size: int,
-    name: str,
-) -> QuantizedWeight:
+    *,
+    grid: rtn.Grid | None = None,
+    block_size: int = DEFAULT_BLOCK_SIZE,
+    name: str = "weight",
+) -> Columns:
     """Quantize column after column, each time correcting the columns that follow.
 
-    Columns as they stand: a group's grid is fitted when its first column is due, to what the
-    corrections made of it. Columns in another order: grids are static, fitted to the weight as it
-    was, so the codes go back to their places and the layout stays sequential.
+    Args:
+        W: float32 `[out, in]`.
+        factor: of the inputs, with a `U`.
+        scheme: bits, group size, symmetry.
+        grid: `[out, groups]`, used as it is. None: with columns as they stand, a group's grid is
+            fitted when its first column is due, to what the corrections made of it; with columns
+            in another order it is fitted to the weight as it was. The layout stays sequential.
+        block_size: columns whose updates of later columns are applied together.
+        name: of the weight, for messages.
+
+    Raises:
+        NonFiniteError: the weight holds NaN or infinite values.
+        QuantizationError: a scale exceeds float16.
     """
+    U, order = factor.U, factor.order
+    if U is None:
+        raise ValueError(f"{name}: {factor.reason}")
     in_features = W.shape[1]
     size = scheme.group_size or in_features
-    groups = [column // size for column in range(in_features)]
-    grids: list[rtn.Grid] = []
-    if order is not None:
-        fitted = rtn.fit_groups(W, scheme, name=name)
-        groups = [groups[column] for column in order.tolist()]
-        grids = [
-            rtn.Grid(*pair, scheme.bits) for pair in zip(fitted.scale.T, fitted.zero.T, strict=True)
-        ]
+    if grid is None and order is not None:
+        grid = rtn.fit_groups(W, scheme, name=name)
     columns = (W if order is None else W[:, order]).T.contiguous()  # [in, out]
-    codes = torch.empty_like(columns)
-    for block_start, block_end in _blocks(in_features, size, block_size):
-        errors = torch.empty_like(columns[block_start:block_end])
-        for column in range(block_start, block_end):
-            if order is None and column % size == 0:
-                grids.append(rtn.fit_grid(columns[column : column + size].T, scheme, name=name))
-            grid = grids[groups[column]]
-            codes[column] = grid.encode(columns[column])
-            error = (columns[column] - grid.decode(codes[column])) / U[column, column]
-            errors[column - block_start] = error
-            columns[column + 1 : block_end].addr_(
-                U[column, column + 1 : block_end], error, alpha=-1
-            )
-        columns[block_end:].addmm_(U[block_start:block_end, block_end:].T, errors, alpha=-1)
+    groups = torch.arange(in_features) // size
+    groups = groups if order is None else groups[order]
+    scale = torch.empty(scheme.num_groups(in_features), len(W))
+    zero = torch.empty_like(scale)
+    if grid is not None:
+        scale.copy_(grid.scale.T)
+        zero.copy_(grid.zero.T)
+    levels = torch.empty_like(columns)
+    for start, end in _blocks(in_features, size if grid is None else in_features, block_size):
+        if grid is None and start % size == 0:
+            fitted = rtn.fit_grid(columns[start : start + size].T, scheme, name=name)
+            scale[start // size], zero[start // size] = fitted.scale, fitted.zero
+        member = groups[start:end]
+        levels[start:end], errors = round_columns(
+            columns[start:end],
+            U[start:end, start:end],
+            scale[member],
+            None if scheme.symmetric else zero[member],
+            scheme.bits,
+        )
+        columns[end:].addmm_(U[start:end, end:].T, errors, alpha=-1)
     if order is not None:
-        codes = torch.empty_like(codes).index_copy_(0, order, codes)
-    stacked = rtn.Grid(
-        torch.stack([grid.scale for grid in grids], dim=1),
-        torch.stack([grid.zero for grid in grids], dim=1),
-        scheme.bits,
-    )
-    return rtn.assemble(codes.T, stacked, scheme)
+        levels = torch.empty_like(levels).index_copy_(0, order, levels)
+    return Columns(levels, scale, None if scheme.symmetric else zero)
 
 
-def _blocks(in_features: int, group: int, block_size: int) -> Iterator[tuple[int, int]]:
-    """Yield blocks of at most `block_size` columns, cut so that no group larger than a block, and
-    no block larger than a group, begins in the middle of the other: a grid is then always fitted
-    to columns that hold all corrections from the columns before.
+def round_columns(
+    columns: torch.Tensor,
+    U: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    bits: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round the columns of one block, handing the errors of each on to those behind it.
+
+    Args:
+        columns: float32 `[n, out]`; used up.
+        U: upper triangular `[n, n]`, this block's part of the factor.
+        scale: `[n, out]`, that of every column.
+        zero: the same; None = symmetric.
+        bits: width of a code.
+
+    Returns:
+        The levels `[n, out]` and the errors `[n, out]` as multiples of the rows of the factor: what
+        columns behind the block must be corrected by, and the squares of which add up to the loss.
     """
-    span = group * (block_size // group) if group <= block_size else group
+    low, high = rtn.code_range(bits)
+    levels, errors = torch.empty_like(columns), torch.empty_like(columns)
+    pivots = U.diagonal().tolist()
+    num_columns = len(columns)
+    for start in range(0, num_columns, _STRIP):
+        end = min(start + _STRIP, num_columns)
+        for column in range(start, end):
+            level = torch.div(columns[column], scale[column], out=levels[column]).round_()
+            if zero is None:
+                level.clamp_(low, high)
+            else:
+                level.add_(zero[column]).clamp_(low, high).sub_(zero[column])
+            error = errors[column]
+            torch.addcmul(columns[column], level, scale[column], value=-1, out=error)
+            error.mul_(1 / pivots[column])
+            columns[column + 1 : end].addr_(U[column, column + 1 : end], error, alpha=-1)
+        columns[end:].addmm_(U[start:end, end:].T, errors[start:end], alpha=-1)
+    return levels, errors
+
+
+def _blocks(in_features: int, span: int, block_size: int) -> Iterator[tuple[int, int]]:
+    """Yield blocks of at most `block_size` columns, none of which crosses a multiple of `span`: a
+    grid is then always fitted to columns that hold all corrections from the columns before.
+    """
     for span_start in range(0, in_features, span):
         span_end = min(span_start + span, in_features)
         for block_start in range(span_start, span_end, block_size):

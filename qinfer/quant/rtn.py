@@ -15,7 +15,7 @@ from qinfer.schemes import WeightScheme
 
 SCALE_DTYPE = torch.float16  # what a GPTQ file stores
 # The smallest positive float16. A scale below it would be stored as 0 and divide by zero.
-_SMALLEST_SCALE = 2.0**-24
+SMALLEST_SCALE = 2.0**-24
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +71,7 @@ def fit_grid(values: torch.Tensor, scheme: WeightScheme, *, name: str) -> Grid:
     spread = 2.0 * torch.maximum(-smallest, largest) if scheme.symmetric else largest - smallest
     if not bool(torch.isfinite(spread).all()):
         raise NonFiniteError(f"{name}: the weight holds NaN or infinite values")
-    scale = (spread / levels).to(SCALE_DTYPE).float().clamp_(min=_SMALLEST_SCALE)
+    scale = (spread / levels).to(SCALE_DTYPE).float().clamp_(min=SMALLEST_SCALE)
     if not bool(torch.isfinite(scale).all()):
         raise QuantizationError(
             f"{name}: a scale of {float(spread.max()) / levels:.4g} exceeds float16 (65504); "

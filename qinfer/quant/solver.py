@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from qinfer.formats.weight import QuantizedWeight
-from qinfer.quant import gptq, rtn
+from qinfer.quant import gptq, refine, rtn, scales
 from qinfer.quant.hessian import InputStatistics
 from qinfer.quant.report import ModuleRow
 from qinfer.quant.targets import Target
@@ -23,13 +23,16 @@ class SolverOptions:
 
     Args:
         damp_percent: share of the mean Hessian diagonal that is added to the diagonal.
-        scale_search: how the scales of groups are found: `absmax`, `mse` or `hessian`.
-        gptaq: correct for what quantizing the layers before did to the input; the statistics must
-            be paired.
+        scale_search: how the scales of groups are found (see `scales`): `absmax` covers the range,
+            `mse` has the least error of the weights, `hessian` that of the outputs.
+        passes: over the groups after GPTQ (see `refine`); 0 = none.
+        gptaq: aim at the outputs of the unquantized model, so that each linear makes up for what
+            was lost before it; the statistics must be paired.
     """
 
     damp_percent: float = gptq.DEFAULT_DAMP_PERCENT
     scale_search: str = "absmax"
+    passes: int = 0
     gptaq: bool = False
 
 
@@ -39,6 +42,25 @@ class Solved:
 
     weight: QuantizedWeight
     row: ModuleRow
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Problem:
+    """What the linears that share an input have in common.
+
+    Args:
+        H: float32 `[in, in]`, not damped.
+        factor: of the damped one.
+        damped: float32 `[in, in]`, the damped one; None where there is no factor.
+        shift: `[in, in]`, what GPTAQ adds to a weight: `W @ shift`; None = nothing.
+        options: how to solve.
+    """
+
+    H: torch.Tensor
+    factor: gptq.Factor
+    damped: torch.Tensor | None
+    shift: torch.Tensor | None
+    options: SolverOptions
 
 
 def solve_modules(
@@ -62,13 +84,11 @@ def solve_modules(
         QuantizationError: no calibration token, or a scale exceeds float16.
         NonFiniteError: the statistics or a weight are not finite.
     """
-    matrix = stats.matrix()
-    act_order = any(_scheme(target).act_order for target in targets.values())
-    factor = gptq.factorize(matrix, damp_percent=options.damp_percent, act_order=act_order)
+    with gptq.single_thread():
+        problem = _problem(stats, targets, options)
     for name, target in targets.items():
-        result = gptq.solve_factored(
-            weights[name], matrix, _scheme(target), factor, name=target.name
-        )
+        with gptq.single_thread():
+            result = _solve(problem, weights[name].float(), _scheme(target), target.name)
         row = replace(
             plain_row(target),
             error=result.error,
@@ -78,6 +98,59 @@ def solve_modules(
             fallback=result.fallback,
         )
         yield name, Solved(result.weight, row)
+
+
+def _problem(
+    stats: InputStatistics, targets: Mapping[str, Target], options: SolverOptions
+) -> _Problem:
+    matrix = stats.matrix()
+    act_order = any(_scheme(target).act_order for target in targets.values())
+    factor = gptq.factorize(matrix, damp_percent=options.damp_percent, act_order=act_order)
+    if factor.U is None:
+        return _Problem(matrix, factor, None, None, options)
+    damped = gptq.damp(matrix, factor.damp_percent)
+    cross = stats.cross() if options.gptaq else None
+    shift = None if cross is None else _shift(cross, factor)
+    return _Problem(matrix, factor, damped.float(), shift, options)
+
+
+def _shift(cross: torch.Tensor, factor: gptq.Factor) -> torch.Tensor:
+    """Return D with which `W + W D` gives the unquantized model's outputs on the inputs at hand.
+
+    `‖Ŵ X - W X_full‖² + λ‖Ŵ - W‖²` is least, without rounding, at `Ŵ = W + W (X_full - X) Xᵀ H⁻¹`
+    with H damped by λ: the objective of GPTAQ (Li et al., arXiv 2504.02692, equation 5). Rounding
+    towards that weight minimizes it as a whole, where GPTAQ corrects column by column.
+    """
+    U = factor.natural()
+    return (cross @ U.T) @ U
+
+
+def _solve(problem: _Problem, W: torch.Tensor, scheme: WeightScheme, name: str) -> gptq.GPTQResult:
+    """Search scales, round by GPTQ, descend."""
+    factor, options = problem.factor, problem.options
+    if problem.damped is None:
+        weight = rtn.quantize(W, scheme, name=name)
+        error = gptq.relative_error(W, weight.dequantize(), problem.H)
+        return gptq.GPTQResult(weight, error, None, factor.attempts, factor.reason)
+    wanted = W if problem.shift is None else torch.addmm(W, W, problem.shift)
+    grid = _search(wanted, factor, scheme, options.scale_search, name)
+    columns = gptq.solve_columns(wanted, factor, scheme, grid=grid, name=name)
+    if options.passes:
+        target = wanted.T.contiguous()
+        columns = refine.descend(columns, target, problem.damped, scheme, passes=options.passes)
+    weight = columns.weight(scheme)
+    error = gptq.relative_error(wanted, weight.dequantize(), problem.H)
+    return gptq.GPTQResult(weight, error, factor.damp_percent, factor.attempts)
+
+
+def _search(
+    W: torch.Tensor, factor: gptq.Factor, scheme: WeightScheme, search: str, name: str
+) -> rtn.Grid | None:
+    """Return the grids found before GPTQ; None = fitted to the range on the way."""
+    if search == "absmax":
+        return None
+    loss_of = scales.squared if search == "mse" else scales.hessian_loss(factor.natural())
+    return scales.search_groups(W, scheme, loss_of, name=name)
 
 
 def round_to_nearest(target: Target, weight: torch.Tensor) -> Solved:
