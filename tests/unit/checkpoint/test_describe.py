@@ -36,3 +36,23 @@ def test_every_family_has_no_other_parts(tmp_path: Path) -> None:
     for family in ("mistral", "qwen2", "qwen3"):
         parts = describe(open_checkpoint(write_tiny(tmp_path / family, family))).parts
         assert [p.name for p in parts] == ["embedding", "attention", "mlp", "norm", "head"]
+
+
+@pytest.mark.parametrize(("family", "linears"), [("mixtral", 32), ("qwen3_moe", 29)])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_experts_and_their_router_are_parts_of_their_own(
+    tmp_path: Path, family: str, linears: int, *, quantized: bool
+) -> None:
+    path = write_tiny(tmp_path / family, family)
+    if quantized:
+        quantize_directory(path, WeightScheme(4, 32))
+    found = describe(open_checkpoint(path))
+    sizes = {part.name: part for part in found.parts}
+    experts, inner = (2 * 4, 128) if family == "mixtral" else (6, 96)
+    assert sizes["experts"].parameters == experts * 3 * 64 * inner
+    assert sizes["router"].parameters == experts * 64
+    assert ("mlp" in sizes) == (family == "qwen3_moe")
+    assert "other" not in sizes
+    assert found.dense_linears == (0 if quantized else linears)
+    assert found.schemes == ({"int4 g32 sym": linears} if quantized else {})
+    assert found.total.num_bytes == open_checkpoint(path).total_bytes
