@@ -103,6 +103,8 @@ def solve_modules(
 def _problem(
     stats: InputStatistics, targets: Mapping[str, Target], options: SolverOptions
 ) -> _Problem:
+    if options.gptaq and not stats.paired:
+        raise ValueError(f"{stats.name}: GPTAQ needs paired statistics")
     matrix = stats.matrix()
     act_order = any(_scheme(target).act_order for target in targets.values())
     factor = gptq.factorize(matrix, damp_percent=options.damp_percent, act_order=act_order)

@@ -188,3 +188,44 @@ def test_blocks_tile_the_columns_and_respect_groups(
     for start, end in blocks:
         assert end - start <= block_size
         assert start // size == (end - 1) // size
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_squared_errors_add_up_to_the_loss(symmetric: bool) -> None:
+    """arXiv 2210.17323, section 3.2: each column's error over its pivot, squared."""
+    W, _, H = problem(40, 12)
+    factor = gptq.factorize(H, damp_percent=0.01)
+    assert factor.U is not None
+    grid = rtn.fit_groups(W, WeightScheme(3, None, symmetric=symmetric), name="weight")
+    scale, zero = grid.scale.T.expand(40, -1), grid.zero.T.expand(40, -1)
+    columns = W.T.contiguous()
+    levels, errors = gptq.round_columns(
+        columns.clone(), factor.U, scale, None if symmetric else zero, 3
+    )
+    lost = (columns - levels * scale).double()
+    loss = (lost * (gptq.damp(H, 0.01) @ lost)).sum(0)
+    assert torch.allclose(errors.double().square().sum(0), loss, rtol=1e-4)
+
+
+def test_columns_are_the_weight() -> None:
+    W, _, H = problem(70, 12)
+    for scheme in (WeightScheme(4, 32), WeightScheme(4, 32, symmetric=False, act_order=True)):
+        factor = gptq.factorize(H, act_order=scheme.act_order)
+        columns = gptq.solve_columns(W, factor, scheme)
+        assert torch.equal(columns.weight(scheme).dequantize(), columns.dense(32).T)
+
+
+@pytest.mark.parametrize("act_order", [True, False])
+def test_a_given_grid_is_kept(act_order: bool) -> None:
+    W, _, H = problem(96, 12)
+    scheme = WeightScheme(4, 32, act_order=act_order)
+    grid = rtn.fit_groups(0.8 * W, scheme, name="weight")
+    columns = gptq.solve_columns(W, gptq.factorize(H, act_order=act_order), scheme, grid=grid)
+    assert torch.equal(columns.scale, grid.scale.T)
+
+
+@pytest.mark.parametrize("act_order", [True, False])
+def test_natural_order_of_the_factor(act_order: bool) -> None:
+    _, _, H = problem(48, 1)
+    U = gptq.factorize(H, act_order=act_order).natural().double()
+    assert torch.allclose(U.T @ U @ gptq.damp(H, 0.01), torch.eye(48).double(), atol=1e-4)

@@ -1,28 +1,50 @@
 """From statistics to the quantized weights of a group of linears."""
 
+import pytest
 import torch
 
-from qinfer.quant import rtn
+from qinfer.errors import NonFiniteError, QuantizationError
+from qinfer.quant import gptq, rtn
 from qinfer.quant.hessian import InputStatistics
-from qinfer.quant.solver import SolverOptions, solve_modules
+from qinfer.quant.solver import Solved, SolverOptions, solve_modules
 from qinfer.quant.targets import Target
 from qinfer.schemes import WeightScheme
 
+BEST = SolverOptions(scale_search="hessian", passes=2)
 
-def test_solves_what_shares_an_input_in_order() -> None:
-    generator = torch.Generator().manual_seed(0)
-    stats = InputStatistics(96, name="layer")
-    X = torch.randn(300, 96, generator=generator) @ torch.randn(96, 96, generator=generator)
-    stats.add(X, sample=0)
-    weights = {
-        "b": torch.randn(24, 96, generator=generator),
-        "a": torch.randn(16, 96, generator=generator),
-    }
+
+def inputs(in_features: int = 96, tokens: int = 300, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(in_features, in_features, generator=generator)
+    return torch.randn(tokens, in_features, generator=generator) @ mixing
+
+
+def gathered(X: torch.Tensor, full: torch.Tensor | None = None) -> InputStatistics:
+    stats = InputStatistics(X.shape[1], name="layer", paired=full is not None)
+    stats.add(X, sample=0, full=full)
+    return stats
+
+
+def weight(rows: int, in_features: int = 96, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, in_features, generator=torch.Generator().manual_seed(seed))
+
+
+def solve_one(
+    W: torch.Tensor, stats: InputStatistics, scheme: WeightScheme, options: SolverOptions
+) -> Solved:
+    target = Target("layer.a", W.shape[1], W.shape[0], scheme)
+    return dict(solve_modules(stats, {"a": W}, {"a": target}, options))["a"]
+
+
+@pytest.mark.parametrize("options", [SolverOptions(), BEST])
+def test_solves_what_shares_an_input_in_order(options: SolverOptions) -> None:
+    X = inputs()
+    weights = {"b": weight(24, seed=1), "a": weight(16, seed=2)}
     schemes = {"b": WeightScheme(4, 32), "a": WeightScheme(3, 48, symmetric=False)}
     targets = {
         name: Target(f"layer.{name}", 96, weights[name].shape[0], schemes[name]) for name in weights
     }
-    solved = dict(solve_modules(stats, weights, targets, SolverOptions()))
+    solved = dict(solve_modules(gathered(X), weights, targets, options))
     assert list(solved) == ["b", "a"]
     for name, result in solved.items():
         assert result.weight.scheme == schemes[name]
@@ -30,5 +52,128 @@ def test_solves_what_shares_an_input_in_order() -> None:
         assert result.row.num_tokens == 300
         assert result.row.error is not None
         rounded = rtn.quantize(weights[name], schemes[name]).dequantize()
+        truth = float((weights[name] @ X.T).square().sum())
         lost = float(((rounded - weights[name]) @ X.T).square().sum())
-        assert result.row.error < 0.8 * lost / float((weights[name] @ X.T).square().sum())
+        assert result.row.error < 0.8 * lost / truth
+        lost = float(((result.weight.dequantize() - weights[name]) @ X.T).square().sum())
+        assert result.row.error == pytest.approx(lost / truth, rel=1e-3)
+
+
+@pytest.mark.parametrize("group", [None, 32, 64, 96, 40])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_passes_lower_the_error(group: int | None, bits: int, symmetric: bool) -> None:
+    W, stats = weight(32), gathered(inputs())
+    scheme = WeightScheme(bits, group, symmetric=symmetric, act_order=True)
+    steps = [
+        SolverOptions(),
+        SolverOptions(scale_search="hessian"),
+        SolverOptions(scale_search="hessian", passes=1),
+        SolverOptions(scale_search="hessian", passes=3),
+    ]
+    errors = [solve_one(W, stats, scheme, options).row.error or 0.0 for options in steps]
+    assert errors[1] > errors[2] > errors[3]
+    assert errors[3] < 0.98 * errors[0]
+
+
+def test_without_options_it_is_plain_gptq() -> None:
+    X, W = inputs(), weight(16)
+    stats = gathered(X)
+    scheme = WeightScheme(4, 32, act_order=True)
+    plain = gptq.solve(W, stats.matrix(), scheme)
+    result = solve_one(W, stats, scheme, SolverOptions())
+    assert torch.equal(result.weight.codes, plain.weight.codes)
+    assert torch.equal(result.weight.scales, plain.weight.scales)
+    assert result.row.error == plain.error
+
+
+def test_gptaq_aims_at_the_least_squares_weight() -> None:
+    """With codes this fine, rounding is no matter: what is left is the objective's minimum."""
+    full = inputs(48, 400, seed=0)
+    X = full + 0.3 * inputs(48, 400, seed=1)
+    W = weight(8, 48)
+    options = SolverOptions(damp_percent=0.01, gptaq=True)
+    found = solve_one(W, gathered(X, full), WeightScheme(8, 1), options).weight.dequantize()
+    # Least squares with rows for the damping: ‖Ŵ X - W X_full‖² + λ ‖Ŵ - W‖².
+    pull = (0.01 * X.double().square().sum(0).mean()).sqrt()
+    rows = torch.cat([X.double(), pull * torch.eye(48, dtype=torch.float64)])
+    goals = torch.cat([full.double() @ W.double().T, pull * W.double().T])
+    expected = torch.linalg.lstsq(rows, goals).solution.T
+    assert float((found - expected).abs().max()) < 0.02
+    assert float((W - expected).abs().max()) > 0.2
+
+
+@pytest.mark.parametrize(
+    "options", [SolverOptions(gptaq=True), SolverOptions(gptaq=True, passes=2)]
+)
+def test_gptaq_makes_up_for_what_was_lost_before(options: SolverOptions) -> None:
+    full = inputs()
+    X = full + 0.1 * inputs(seed=1)
+    W, scheme = weight(32), WeightScheme(4, 32, act_order=True)
+    truth = W @ full.T
+    aware = solve_one(W, gathered(X, full), scheme, options).weight.dequantize()
+    unaware = solve_one(W, gathered(X), scheme, SolverOptions()).weight.dequantize()
+    lost = [float((found @ X.T - truth).square().sum()) for found in (aware, unaware)]
+    assert lost[0] < 0.9 * lost[1]
+
+
+def test_gptaq_without_pairs_is_refused() -> None:
+    with pytest.raises(ValueError, match="paired"):
+        solve_one(weight(4), gathered(inputs()), WeightScheme(4, 32), SolverOptions(gptaq=True))
+
+
+def test_equal_bytes_whatever_the_threads() -> None:
+    full = inputs(256, 600)
+    stats = gathered(full + 0.1 * inputs(256, 600, seed=1), full)
+    W, scheme = weight(64, 256), WeightScheme(4, 64, act_order=True)
+    options = SolverOptions(scale_search="hessian", passes=2, gptaq=True)
+    results = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            results.append(solve_one(W, stats, scheme, options))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0].weight.codes, results[1].weight.codes)
+    assert torch.equal(results[0].weight.scales, results[1].weight.scales)
+    assert results[0].row == results[1].row
+
+
+@pytest.mark.parametrize("options", [SolverOptions(), BEST])
+def test_rounds_with_the_reason_where_no_damping_works_g02(options: SolverOptions) -> None:
+    W, scheme = weight(8), WeightScheme(4, 32)
+    silent = solve_one(W, gathered(torch.zeros(20, 96)), scheme, options)
+    assert silent.row.fallback == "all calibration inputs are zero"
+    assert silent.row.damp_percent is None
+    assert torch.equal(silent.weight.codes, rtn.quantize(W, scheme).codes)
+
+
+def test_dead_inputs_keep_their_rounded_value_g03() -> None:
+    X, W = inputs(), weight(16)
+    X[:, 7] = 0.0
+    result = solve_one(W, gathered(X), WeightScheme(4, 32, act_order=True), BEST).weight
+    scale = result.scales[:, 0].float()
+    inside = W[:, 7].abs() < 7 * scale
+    assert bool(((result.dequantize()[:, 7] - W[:, 7]).abs() <= 0.5001 * scale)[inside].all())
+    assert int(inside.sum()) > 8
+
+
+def test_zeros_stay_zero_g07() -> None:
+    W = weight(4)
+    W[0], W[1, :32], W[2] = 0.0, 0.0, 1e-30
+    dense = solve_one(W, gathered(inputs()), WeightScheme(4, 32), BEST).weight.dequantize()
+    assert bool((dense[0] == 0).all())
+    assert bool((dense[2] == 0).all())
+    assert bool(torch.isfinite(dense).all())
+
+
+@pytest.mark.parametrize("options", [SolverOptions(), BEST])
+def test_what_cannot_be_solved_is_named_g05(options: SolverOptions) -> None:
+    stats = gathered(inputs())
+    for value, error in ((float("inf"), NonFiniteError), (1e7, QuantizationError)):
+        W = weight(4)
+        W[1, 50] = value
+        with pytest.raises(error, match=r"layer\.a"):
+            solve_one(W, stats, WeightScheme(4, 32), options)
