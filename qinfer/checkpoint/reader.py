@@ -21,6 +21,7 @@ from qinfer.checkpoint.shards import TensorEntry, index_safetensors
 from qinfer.errors import CheckpointError
 from qinfer.formats.codebook import CodebookWeight
 from qinfer.formats.gptq import detect_symmetric
+from qinfer.formats.kv_scales import is_kv_scale
 from qinfer.formats.table import FORMATS, Format, QuantizationSettings, parse_settings
 from qinfer.formats.weight import QuantizedWeight
 from qinfer.schemes import KVScheme
@@ -164,7 +165,8 @@ class Checkpoint:
                 f"{len(missing)} of {len(wanted)} tensors that config.json calls for are missing "
                 f"from {self.path}:{list_names(missing)}"
             )
-        unexpected = sorted(self.entries.keys() - wanted)
+        # Static scales of the cache are facts for other engines, not part of the model.
+        unexpected = sorted(n for n in self.entries.keys() - wanted if not is_kv_scale(n))
         if unexpected:
             _log.warning(
                 "%s holds %d tensors that the model does not use, such as %s",

@@ -13,6 +13,7 @@ import torch
 
 from qinfer.errors import CheckpointError, QuantizationError
 from qinfer.formats.gptq_config import Version, config, parse_config, preferred_version
+from qinfer.formats.groups import group_index
 from qinfer.formats.packing import num_words, pack, to_int32, unpack
 from qinfer.formats.weight import QuantizedWeight
 from qinfer.schemes import WEIGHT_BITS, WeightScheme
@@ -121,6 +122,8 @@ def from_tensors(
     scales = tensors["scales"].T.contiguous()  # [out, groups]
     if not torch.isfinite(scales).all():
         raise CheckpointError(f"{name}.scales holds NaN or infinity; the file is damaged")
+    g_idx = tensors.get("g_idx")
+    index = None if g_idx is None else group_index(g_idx, scheme, in_features, f"{name}.g_idx")
     middle = 1 << (scheme.bits - 1)
     unsigned = unpack(tensors["qweight"], scheme.bits, 0, in_features)  # [in, out]
     codes = unsigned.T.contiguous().sub_(middle).view(torch.int8)  # bytes wrap around
@@ -129,7 +132,7 @@ def from_tensors(
         scales=scales,
         scheme=scheme,
         zeros=_zeros(tensors["qzeros"], scheme, out_features, version, name),
-        group_index=_group_index(tensors.get("g_idx"), scheme, in_features, name),
+        group_index=index,
     )
 
 
@@ -245,27 +248,3 @@ def _asymmetric_v1(
             name,
         )
     return zeros
-
-
-def _group_index(
-    g_idx: torch.Tensor | None, scheme: WeightScheme, in_features: int, name: str
-) -> torch.Tensor | None:
-    """Return the group of each input as int32, or None if it is `k // group_size`."""
-    size = scheme.group_size or in_features
-    groups = scheme.num_groups(in_features)
-    if g_idx is None:
-        return None
-    if tuple(g_idx.shape) != (in_features,):
-        raise CheckpointError(
-            f"{name}.g_idx has shape {tuple(g_idx.shape)}, expected ({in_features},)"
-        )
-    index = g_idx.to(torch.int32)
-    index = torch.where(index < 0, index + groups, index)
-    outside = g_idx[(index < 0) | (index >= groups)]
-    if outside.numel():
-        raise CheckpointError(
-            f"{name}.g_idx names group {int(outside[0])} although there are {groups}; "
-            f"group_size {scheme.group_size or -1} may be wrong"
-        )
-    trivial = torch.arange(in_features, dtype=torch.int32, device=index.device) // size
-    return None if torch.equal(index, trivial) else index

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from qinfer.errors import CheckpointError
-from qinfer.formats import gptq
+from qinfer.formats import awq, bnb, compressed, compressed_config, gguf_blocks, gptq
 from qinfer.formats.codebook import CodebookWeight
 from qinfer.formats.settings import ModuleFormat, QuantizationSettings
 from qinfer.formats.weight import QuantizedWeight
@@ -41,8 +41,8 @@ class FromTensors(Protocol):
         in_features: int,
         out_features: int,
         name: str,
-    ) -> QuantizedWeight:
-        """Return the weight of module `name`.
+    ) -> QuantizedWeight | CodebookWeight | torch.Tensor:
+        """Return the weight of module `name`: float32 where it has to be dequantized to be read.
 
         Args:
             tensors: those of the module that exist, by their part of the name.
@@ -113,11 +113,57 @@ FORMATS: dict[str, Format] = {
         from_tensors=_from_gptq,
         count_codes=_in_words,
     ),
+    bnb.FOUR_BIT_LAYOUT: Format(
+        tensors=bnb.FOUR_BIT_TENSORS,
+        optional_tensors=bnb.FOUR_BIT_OPTIONAL,
+        marks=bnb.FOUR_BIT_MARKS,
+        from_tensors=bnb.from_tensors,
+        count_codes=lambda num_elements, _: 2 * num_elements,
+    ),
+    bnb.INT8_LAYOUT: Format(
+        tensors=bnb.INT8_TENSORS,
+        optional_tensors=bnb.INT8_OPTIONAL,
+        marks=bnb.INT8_MARKS,
+        from_tensors=bnb.from_tensors,
+        count_codes=lambda num_elements, _: num_elements,
+    ),
+    gguf_blocks.LAYOUT: Format(
+        tensors=(gguf_blocks.BLOCKS,),
+        optional_tensors=(),
+        marks=(gguf_blocks.BLOCKS,),
+        from_tensors=gguf_blocks.from_tensors,
+        count_codes=gguf_blocks.count_codes,
+    ),
+    compressed.PACKED: Format(
+        tensors=compressed.PACKED_TENSORS,
+        optional_tensors=compressed.PACKED_OPTIONAL,
+        marks=("weight_packed", "weight_shape"),
+        from_tensors=compressed.from_packed,
+        count_codes=_in_words,
+    ),
+    compressed.INT8: Format(
+        tensors=compressed.INT8_TENSORS,
+        optional_tensors=compressed.INT8_OPTIONAL,
+        marks=("weight_scale",),
+        from_tensors=compressed.from_int8,
+        count_codes=lambda num_elements, _: num_elements,
+    ),
+    "awq": Format(
+        tensors=awq.TENSORS,
+        optional_tensors=(),
+        marks=awq.TENSORS,
+        from_tensors=awq.from_tensors,
+        count_codes=_in_words,
+    ),
 }
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], QuantizationSettings]] = {
     "gptq": gptq.parse_config,
+    "bitsandbytes": bnb.parse_config,
+    gguf_blocks.METHOD: gguf_blocks.parse_config,
     "marlin": gptq.parse_config,  # AutoGPTQ's name for a repacked file; refused with its reason
+    compressed_config.METHOD: compressed_config.parse_config,
+    "awq": awq.parse_config,
 }
 
 

@@ -85,7 +85,7 @@ def test_module_lists_and_the_head() -> None:
         ({"dynamic": {"+:x": 8}}, "must be an object"),
         ({"dynamic": [1]}, "must be an object"),
         ({"modules_in_block_to_quantize": "q_proj"}, "must be a list"),
-        ({"quant_method": "awq"}, "'awq' is not supported; qinfer reads gptq"),
+        ({"quant_method": "quip"}, "'quip' is not supported; qinfer reads gptq"),
     ],
 )
 def test_what_is_not_read_says_why(change, message) -> None:
