@@ -6,16 +6,15 @@ removed when it has not. Equal inputs give equal bytes: no times, no machine, a 
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from qinfer.checkpoint.durable import writing
 from qinfer.errors import CheckpointError, ConfigError
 
 DEFAULT_SHARD_BYTES = 2 * 1024**3
@@ -105,9 +104,7 @@ class CheckpointWriter:
         Raises:
             CheckpointError: the file cannot be written.
         """
-        text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
-        with _writing(self.partial / name) as file:
-            file.write_text(text, encoding="utf-8")
+        write_json(self.partial / name, data)
 
     def copy_companions(self, source: Path) -> None:
         """Copy tokenizer, chat template, generation config and licence of a model directory.
@@ -115,18 +112,12 @@ class CheckpointWriter:
         Raises:
             CheckpointError: a file cannot be written.
         """
-        for name in COMPANIONS:
-            if (source / name).is_file():
-                with _writing(self.partial / name) as file:
-                    shutil.copyfile(source / name, file)
-        if (source / _TEMPLATE_FOLDER).is_dir():
-            with _writing(self.partial / _TEMPLATE_FOLDER) as folder:
-                shutil.copytree(source / _TEMPLATE_FOLDER, folder)
+        copy_companions(source, self.partial)
 
     def _flush(self) -> None:
         # save_file orders tensors by type and name; the number is known only at the end.
         file = self.partial / f"shard-{len(self._shards) + 1:05d}.safetensors"
-        with _writing(file):
+        with writing(file):
             save_file(self._pending, file, metadata={"format": "pt"})
         self._shards.append((file, list(self._pending)))
         self._pending = {}
@@ -143,27 +134,56 @@ class CheckpointWriter:
         self.partial.rename(self.out)
 
     def _name_shards(self) -> None:
-        total = len(self._shards)
-        if total == 1:
-            self._shards[0][0].rename(self.partial / "model.safetensors")
-            return
+        finals = shard_files(self.partial, len(self._shards))
         weight_map: dict[str, str] = {}
-        for number, (file, names) in enumerate(self._shards, start=1):
-            final = f"model-{number:05d}-of-{total:05d}.safetensors"
-            file.rename(self.partial / final)
-            weight_map |= dict.fromkeys(names, final)
-        index = {
-            "metadata": {"total_size": self._total_bytes},
-            "weight_map": dict(sorted(weight_map.items())),
-        }
-        self.write_json("model.safetensors.index.json", index)
+        for (file, names), final in zip(self._shards, finals, strict=True):
+            file.rename(final)
+            weight_map |= dict.fromkeys(names, final.name)
+        if len(finals) > 1:
+            write_index(self.partial, weight_map, self._total_bytes)
 
 
-@contextmanager
-def _writing(file: Path) -> Iterator[Path]:
-    """Name the file when writing it fails, be it a full disk."""
-    try:
-        yield file
-    except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) else None
-        raise CheckpointError(f"{file} cannot be written: {reason or error}") from error
+def shard_files(folder: Path, count: int) -> list[Path]:
+    """Return the files of `count` shards: `model.safetensors`, or numbered ones."""
+    if count == 1:
+        return [folder / "model.safetensors"]
+    return [folder / f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+
+
+def write_index(folder: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
+    """Write which shard holds which tensor.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+    """
+    index = {
+        "metadata": {"total_size": total_bytes},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    write_json(folder / "model.safetensors.index.json", index)
+
+
+def write_json(file: Path, data: Mapping[str, Any]) -> None:
+    """Write an object as an indented JSON file in the order of its keys.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+    """
+    text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+    with writing(file):
+        file.write_text(text, encoding="utf-8")
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copy tokenizer, chat template, generation config and licence of a model directory.
+
+    Raises:
+        CheckpointError: a file cannot be written.
+    """
+    for name in COMPANIONS:
+        if (source / name).is_file():
+            with writing(folder / name) as file:
+                shutil.copyfile(source / name, file)
+    if (source / _TEMPLATE_FOLDER).is_dir():
+        with writing(folder / _TEMPLATE_FOLDER) as copy:
+            shutil.copytree(source / _TEMPLATE_FOLDER, copy)

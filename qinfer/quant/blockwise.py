@@ -1,233 +1,158 @@
-"""One decoder block at a time: run the calibration samples to a linear, quantize it, run on.
+"""One decoder block at a time: take the samples to a linear's input, quantize it, go on.
 
 The order is truly sequential: what a linear is calibrated on was computed with the quantized
-weights of everything before it, within the block too. Samples run one by one, in order, in
-float32, through the paged attention that also serves. Each linear runs once per sample.
+weights of everything before it, within the block too. Each linear runs once per sample. Samples
+are spread over threads; the sums over them are taken in their order, so that the bits do not
+depend on the threads.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from qinfer.formats.weight import QuantizedWeight
-from qinfer.kvcache.inputs import ModelInputs
-from qinfer.kvcache.layout import KVLayout
-from qinfer.kvcache.pool import KVPool
-from qinfer.models.config import ModelConfig
-from qinfer.models.decoder import DOWN, GATE_UP, OUTPUT, QKV, DecoderBlock
-from qinfer.models.rope import RotaryTable
-from qinfer.models.step import StepContext, StepMaker
-from qinfer.quant import gptq, rtn
-from qinfer.quant.hessian import Hessian, check_finite
-from qinfer.quant.report import ModuleRow
+from qinfer.quant.hessian import InputStatistics, check_finite
+from qinfer.quant.solver import Solved, SolverOptions, round_to_nearest, solve_modules
+from qinfer.quant.stages import BlockStages, Stage, Stream
 from qinfer.quant.targets import Target
-from qinfer.schemes import KV_SCHEMES, WeightScheme
+from qinfer.quant.workers import Workers
 
-PASSES_PER_BLOCK = 4  # over the samples: to q/k/v, to o, to gate/up, to down and out
+_GROUP_BYTES = 16 * 2**20  # inputs held at once, per thread; at least one sample each
+_MAX_SAMPLES = 16  # at once, per thread
 
 OnSample = Callable[[], None]
-ToInput = Callable[[int, slice], torch.Tensor]  # (sample, its rows) -> [tokens, in]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Solved:
-    """A module's quantized weight and its line in the report."""
-
-    weight: QuantizedWeight
-    row: ModuleRow
-
-
-def round_to_nearest(target: Target, weight: torch.Tensor) -> Solved:
-    """Quantize one weight without calibration; its error is that of the weight itself."""
-    quantized = rtn.quantize(weight, _scheme(target), name=target.name)
-    dense = weight.float()
-    total = float(dense.square().sum(dtype=torch.float64))
-    lost = float((dense - quantized.dequantize()).square().sum(dtype=torch.float64))
-    return Solved(quantized, replace(plain_row(target), error=lost / total if total > 0 else 0.0))
-
-
-class CalibrationRun:
-    """The calibration samples on their way through the model.
-
-    Holds their hidden states between blocks and the widest activations within one; both buffers
-    are allocated once, so memory does not grow from block to block.
+class BlockRunner:
+    """Runs the stages of blocks over the calibration samples.
 
     Args:
-        config: the model's facts.
-        windows: token ids of every sample.
-        embedding: `[vocab, hidden]`, any float dtype.
-        damp_percent: see `gptq.factorize`.
-        on_sample: called after each sample of each pass.
-
-    Raises:
-        NonFiniteError: an embedding is not finite; names the sample.
+        lengths: tokens of every sample.
+        workers: the threads.
+        options: how linears are solved.
+        on_sample: called for each sample of each pass.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
-        windows: Sequence[Sequence[int]],
-        embedding: torch.Tensor,
+        lengths: Sequence[int],
+        workers: Workers,
+        options: SolverOptions,
         *,
-        damp_percent: float,
-        on_sample: OnSample,
+        on_sample: OnSample = lambda: None,
     ) -> None:
-        self._damp_percent = damp_percent
+        self._lengths = tuple(lengths)
+        self._workers = workers
+        self._options = options
         self._on_sample = on_sample
-        self._spans: list[slice] = []
-        start = 0
-        for window in windows:
-            self._spans.append(slice(start, start + len(window)))
-            start += len(window)
-        self._hidden = torch.empty(start, config.hidden_size)  # [tokens of all samples, hidden]
-        width = max(config.num_heads * config.head_dim, config.intermediate_size)
-        self._wide = torch.empty(start * width)
-        for sample, (span, window) in enumerate(zip(self._spans, windows, strict=True)):
-            self._hidden[span] = embedding[torch.tensor(window)].float()
-            check_finite(self._hidden[span], name="model.embed_tokens", sample=sample)
-        layout = KVLayout(1, config.num_kv_heads, config.head_dim, KV_SCHEMES["fp32"])
-        longest = max(len(window) for window in windows)
-        self._cache = KVPool(layout, layout.num_blocks(longest)).layer(0)
-        rotary = RotaryTable(config.rope, config.head_dim, longest)
-        maker = StepMaker(config, rotary, layout, dtype=torch.float32, device="cpu")
-        lengths = [len(window) for window in windows]
-        by_length = {n: maker.make(_inputs(n, layout)) for n in dict.fromkeys(lengths)}
-        self._steps: list[StepContext] = [by_length[n] for n in lengths]
 
-    def run_block(
-        self,
-        block: DecoderBlock,
-        weights: Mapping[str, torch.Tensor],
-        targets: Mapping[str, Target],
-    ) -> Iterator[Solved]:
-        """Take the samples through one block, quantizing its linears on the way.
+    def solve(
+        self, block: BlockStages, streams: Sequence[Stream], targets: Mapping[str, Target]
+    ) -> Iterator[tuple[str, Solved]]:
+        """Take the samples through the stages of a block, quantizing its linears on the way.
 
         Args:
-            block: float32, unfused, with the weights below; its linears are replaced.
-            weights: by name inside the block.
+            block: its stages.
+            streams: the quantized one, whose weights are replaced as they are solved, and for
+                GPTAQ the unquantized one.
             targets: by name inside the block, every linear.
 
         Yields:
-            Each module that is quantized, in the model's order.
+            Name inside the block and result of each module that is quantized, in the order of the
+            stages.
 
         Raises:
             NonFiniteError: an activation is not finite; names the layer and the sample.
         """
-        hidden = self._hidden
-        mixed = self._buffer(targets[OUTPUT].in_features)
-        inner = self._buffer(targets[DOWN].in_features)  # the same memory: mixed is used up by then
+        weights = streams[0].weights
+        for stage in block.stages:
+            wanted = {name: targets[name] for name in stage.names if targets[name].scheme}
+            stats = self._pass(stage, streams, list(wanted.values()))
+            for stream in streams:
+                for name in stage.done:
+                    del stream.weights[name]
+            if stats is not None:
+                for name, solved in self._solve(stage, stats, weights, wanted):
+                    weights[name] = solved.weight.dequantize()
+                    yield name, solved
+            for name in stage.names:
+                weights[name] = weights[name].float()
 
-        def to_qkv(_: int, span: slice) -> torch.Tensor:
-            return block.attention_input(hidden[span])
+    def outputs(self, block: BlockStages, stream: Stream, write: "WriteRows", name: str) -> None:
+        """Hand the block's output of every sample to `write`.
 
-        def to_output(sample: int, span: slice) -> torch.Tensor:
-            x = block.attention_input(hidden[span])
-            mixed[span] = block.attention(x, self._steps[sample], self._cache)
-            return mixed[span]
+        Args:
+            block: its stages, all of which were run.
+            stream: whose output.
+            write: called with sample and rows, by several threads.
+            name: of the block, for messages.
 
-        def to_gate_up(_: int, span: slice) -> torch.Tensor:
-            hidden[span] = block.attention_output(hidden[span], mixed[span])
-            return block.mlp_input(hidden[span])
-
-        def to_down(_: int, span: slice) -> torch.Tensor:
-            inner[span] = block.mlp_activation(block.mlp_input(hidden[span]))
-            return inner[span]
-
-        passes: tuple[tuple[tuple[str, ...], ToInput], ...] = (
-            (QKV, to_qkv),
-            ((OUTPUT,), to_output),
-            (GATE_UP, to_gate_up),
-            ((DOWN,), to_down),
-        )
-        for names, to_input in passes:
-            wanted = [name for name in names if targets[name].scheme is not None]
-            hessian = self._pass([targets[name] for name in wanted], to_input)
-            for name, solved in self._solve(wanted, hessian, weights, targets):
-                # Dense, so that no call has to unpack it; the bits are the same.
-                block.replace(name, solved.weight.dequantize())
-                yield solved
-        layer = targets[DOWN].name.removesuffix(f".{DOWN}")
-        for sample, span in enumerate(self._spans):
-            hidden[span] = block.mlp_output(hidden[span], inner[span])
-            check_finite(hidden[span], name=f"the output of {layer}", sample=sample)
-
-    def _buffer(self, width: int) -> torch.Tensor:
-        """Return the shared memory as `[tokens, width]`."""
-        return self._wide[: len(self._hidden) * width].view(-1, width)
-
-    def _pass(self, readers: Sequence[Target], to_input: ToInput) -> Hessian | None:
-        """Take every sample to an input, gathering the Hessian for the linears that read it.
-
-        Returns None if there are no such linears.
+        Raises:
+            NonFiniteError: an output is not finite; names the sample.
         """
-        hessian = None
-        if readers:
-            short = "/".join(target.name.rpartition(".")[2] for target in readers)
-            name = f"{readers[0].name.rpartition('.')[0]}.{short}"
-            hessian = Hessian(readers[0].in_features, name=name)
-        for sample, span in enumerate(self._spans):
-            x = to_input(sample, span)
-            if hessian is not None:
-                hessian.add(x, sample=sample)
-            self._on_sample()
-        return hessian
+
+        def one(sample: int) -> None:
+            hidden = block.output(stream, sample)
+            check_finite(hidden, name=f"the output of {name}", sample=sample)
+            write(sample, hidden)
+
+        self._workers.map(one, range(len(self._lengths)))
 
     def _solve(
         self,
-        names: Sequence[str],
-        hessian: Hessian | None,
+        stage: Stage,
+        stats: InputStatistics,
         weights: Mapping[str, torch.Tensor],
-        targets: Mapping[str, Target],
+        wanted: Mapping[str, Target],
     ) -> Iterator[tuple[str, Solved]]:
-        """Quantize the linears that share an input; its Hessian is factored once."""
-        if hessian is None:
+        if stats.num_tokens or stage.unseen is None:
+            yield from solve_modules(stats, weights, wanted, self._options)
             return
-        matrix = hessian.matrix()
-        act_order = any(_scheme(targets[name]).act_order for name in names)
-        factor = gptq.factorize(matrix, damp_percent=self._damp_percent, act_order=act_order)
-        for name in names:
-            target = targets[name]
-            result = gptq.solve_factored(
-                weights[name], matrix, _scheme(target), factor, name=target.name
-            )
-            row = replace(
-                plain_row(target),
-                error=result.error,
-                damp_percent=result.damp_percent,
-                attempts=result.attempts,
-                num_tokens=hessian.num_tokens,
-                fallback=result.fallback,
-            )
-            yield name, Solved(result.weight, row)
+        for name, target in wanted.items():
+            solved = round_to_nearest(target, weights[name])
+            yield name, replace(solved, row=replace(solved.row, fallback=stage.unseen))
+
+    def _pass(
+        self, stage: Stage, streams: Sequence[Stream], readers: Sequence[Target]
+    ) -> InputStatistics | None:
+        """Take every sample to an input and gather the statistics for the linears that read it.
+
+        Returns None if there are no such linears.
+        """
+        stats = None
+        if readers:
+            short = "/".join(target.name.rpartition(".")[2] for target in readers)
+            name = f"{readers[0].name.rpartition('.')[0]}.{short}"
+            width = readers[0].in_features
+            stats = InputStatistics(width, name=name, paired=len(streams) > 1)
+
+        def inputs(sample: int) -> tuple[torch.Tensor, ...]:
+            return tuple(stage.to_input(stream, sample) for stream in streams)
+
+        for group in self._groups(streams, readers):
+            found = self._workers.map(inputs, group)
+            if stats is not None:
+                stats.add_samples(
+                    [x[0] for x in found],
+                    first=group[0],
+                    fulls=[x[1] for x in found] if stats.paired else None,
+                    executor=self._workers.executor,
+                )
+            for _ in group:
+                self._on_sample()
+        return stats
+
+    def _groups(self, streams: Sequence[Stream], readers: Sequence[Target]) -> Iterator[range]:
+        """Cut the samples into groups whose inputs are in memory at once.
+
+        How many there are in a group does not change the bits: every sample is added on its own.
+        """
+        count, threads = len(self._lengths), self._workers.threads
+        width = readers[0].in_features if readers else 1
+        sample_bytes = 4 * width * max(self._lengths) * len(streams)
+        size = threads * max(1, min(_MAX_SAMPLES, _GROUP_BYTES // sample_bytes))
+        for start in range(0, count, size):
+            yield range(start, min(start + size, count))
 
 
-def plain_row(target: Target) -> ModuleRow:
-    """Return a module's line without results: it is left as it is, or only planned."""
-    return ModuleRow(
-        target.name,
-        target.in_features,
-        target.out_features,
-        None if target.scheme is None else str(target.scheme),
-        skipped=target.reason,
-    )
-
-
-def _scheme(target: Target) -> WeightScheme:
-    if target.scheme is None:
-        raise ValueError(f"{target.name} is not to be quantized")
-    return target.scheme
-
-
-def _inputs(num_tokens: int, layout: KVLayout) -> ModelInputs:
-    """Return the index tensors of one sequence that starts at the first cache block."""
-    order = torch.arange(num_tokens)
-    return ModelInputs(
-        token_ids=order,  # not read: the hidden states are given
-        positions=order,
-        slots=order,
-        block_tables=torch.arange(layout.num_blocks(num_tokens)).unsqueeze(0),
-        seq_lens=torch.tensor([num_tokens]),
-        query_starts=torch.tensor([0, num_tokens]),
-        logit_rows=order[-1:],
-    )
+WriteRows = Callable[[int, torch.Tensor], None]

@@ -1,5 +1,6 @@
 """What a linear layer's inputs say about its output error, gathered while calibrating."""
 
+from collections.abc import Sequence
 from concurrent.futures import Executor
 
 import torch
@@ -50,33 +51,51 @@ class InputStatistics:
         full: torch.Tensor | None = None,
         executor: Executor | None = None,
     ) -> None:
-        """Add the inputs of one sample.
+        """Add the inputs of one sample; see `add_samples`."""
+        fulls = None if full is None else [full]
+        self.add_samples([x], first=sample, fulls=fulls, executor=executor)
+
+    def add_samples(
+        self,
+        xs: Sequence[torch.Tensor],
+        *,
+        first: int,
+        fulls: Sequence[torch.Tensor] | None = None,
+        executor: Executor | None = None,
+    ) -> None:
+        """Add the inputs of samples, one after the other: how they are grouped changes no bit.
 
         Args:
-            x: `[tokens, in]`, as the quantized model computes them.
-            sample: its index, for messages.
-            full: `[tokens, in]`, as the unquantized model computes them; only if `paired`.
+            xs: `[tokens, in]` each, as the quantized model computes them.
+            first: index of the first sample, for messages.
+            fulls: `[tokens, in]` each, as the unquantized model computes them; only if `paired`.
             executor: where the panels are updated; None = here.
 
         Raises:
             NonFiniteError: naming the layer and the sample, before anything is added.
         """
-        if (full is not None) != self.paired:
+        if (fulls is not None) != self.paired:
             raise ValueError(f"{self.name}: paired is {self.paired}")
-        check_finite(x, name=f"the input of {self.name}", sample=sample)
-        X = x.float()
-        difference = None
-        if full is not None:
-            difference = full.float() - X
+        run = map if executor is None else executor.map
+
+        def check(index: int) -> torch.Tensor | None:
+            sample = first + index
+            check_finite(xs[index], name=f"the input of {self.name}", sample=sample)
+            if fulls is None:
+                return None
+            difference = fulls[index].float() - xs[index]
             check_finite(difference, name=f"the unquantized input of {self.name}", sample=sample)
+            return difference
+
+        differences = list(run(check, range(len(xs))))
 
         def update(panel: int) -> None:
-            self._update(panel, X, difference)
+            for x, difference in zip(xs, differences, strict=True):
+                self._update(panel, x.float(), difference)
 
-        run = map if executor is None else executor.map
         for _ in run(update, range(self.num_panels)):
             pass  # waits, and raises what an update raised
-        self.num_tokens += X.shape[0]
+        self.num_tokens += sum(x.shape[0] for x in xs)
 
     def _update(self, panel: int, X: torch.Tensor, difference: torch.Tensor | None) -> None:
         columns = slice(panel * _PANEL, (panel + 1) * _PANEL)

@@ -1,10 +1,11 @@
 """What quantizing did, module by module: kept in the checkpoint as `quantize_report.json`.
 
-What varies between equal runs (time, memory) is in the object but not in the file.
+What varies between equal runs (time, memory, where work was continued) is in the object but not in
+the file.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,14 @@ class QuantProgress:
         done: steps finished.
         total: steps of the stage.
         note: the step's result in a few words.
+        seconds_left: of the stage, by the pace so far; None = not known.
     """
 
     stage: str
     done: int
     total: int
     note: str = ""
+    seconds_left: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +87,12 @@ class QuantReport:
         rows: every linear, in the model's order.
         calibration: what text was used; None for `rtn`.
         sizes: bytes before and after.
+        under_seen_experts: experts that few calibration tokens reached, with their counts.
+        conditioning: what KV conditioning did.
+        allocation: how bits were chosen module by module.
         out: where the checkpoint is; None = dry run.
-        seconds: wall time.
+        resumed_at: the block at which an earlier run was continued; None = none was.
+        seconds: wall time of this run.
         peak_rss_bytes: the process's peak memory.
     """
 
@@ -94,7 +101,11 @@ class QuantReport:
     rows: tuple[ModuleRow, ...]
     calibration: dict[str, Any] | None
     sizes: Sizes
+    under_seen_experts: dict[str, Any] = field(default_factory=dict)
+    conditioning: dict[str, Any] = field(default_factory=dict)
+    allocation: dict[str, Any] = field(default_factory=dict)
     out: Path | None = None
+    resumed_at: int | None = None
     seconds: float = 0.0
     peak_rss_bytes: int = 0
 
@@ -126,6 +137,9 @@ class QuantReport:
             "num_modules": len(self.rows),
             "fallback_modules": _listing(self.fallback_modules, "fallback"),
             "skipped_modules": _listing(self.skipped_modules, "skipped"),
+            "under_seen_experts": self.under_seen_experts,
+            "conditioning": self.conditioning,
+            "allocation": self.allocation,
             "sizes": asdict(self.sizes),
             "modules": [asdict(row) for row in self.rows],
         }

@@ -1,0 +1,272 @@
+"""From the first unfinished block to the last: weights in, finished blocks out."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from qinfer.checkpoint.partial import PartialDirectory
+from qinfer.checkpoint.reader import Checkpoint
+from qinfer.errors import CheckpointError
+from qinfer.models.load import EMBEDDING, block_weights
+from qinfer.quant import output
+from qinfer.quant.activations import Rows, SampleSequence
+from qinfer.quant.blockwise import BlockRunner
+from qinfer.quant.calibration import CalibrationSet
+from qinfer.quant.commit import Committer, FinishedBlock
+from qinfer.quant.config import QuantizeConfig
+from qinfer.quant.hessian import check_finite
+from qinfer.quant.job import Job, Progress, block_name
+from qinfer.quant.solver import Solved, SolverOptions, round_to_nearest
+from qinfer.quant.stages import Stream
+from qinfer.quant.states import Advance, SampleStates, WriteRows, discard_stale
+from qinfer.quant.targets import Target
+from qinfer.quant.workers import Workers
+
+Weights = dict[str, torch.Tensor]
+
+
+class JsonRow(Protocol):
+    """A row of a record."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as JSON values."""
+        ...
+
+
+class ChangedBlock(Protocol):
+    """A block's changed weights, and what was done to them."""
+
+    @property
+    def weights(self) -> Weights:
+        """Only those that changed, by name inside the block, linears without a suffix."""
+        ...
+
+    @property
+    def row(self) -> JsonRow:
+        """What was done."""
+        ...
+
+
+class BlockConditioner(Protocol):
+    """Changes a block's weights before it is calibrated, without changing what it computes."""
+
+    def condition(
+        self, layer: int, weights: Mapping[str, torch.Tensor], hidden: Sequence[torch.Tensor]
+    ) -> ChangedBlock:
+        """Return what to change in a layer.
+
+        Args:
+            layer: its index.
+            weights: by name inside the block, as the source has them.
+            hidden: the block's input for every calibration window, `[tokens, hidden]`, read when
+                it is asked for.
+        """
+        ...
+
+
+def dense_weights(job: Job, layer: int) -> Weights:
+    """Read a block's weights by their names inside it, in the types of the file."""
+    return {
+        name: weight
+        for name, weight in block_weights(job.source, job.model, layer).items()
+        if isinstance(weight, torch.Tensor)
+    }
+
+
+def round_blocks(job: Job, partial: PartialDirectory, workers: Workers, progress: Progress) -> None:
+    """Round the linears of every unfinished block; no block depends on another.
+
+    Raises:
+        QuantizationError: a scale exceeds float16.
+        NonFiniteError: a weight is not finite.
+        CheckpointError: a block cannot be read or written.
+    """
+    finished = partial.finished_blocks()
+    with Committer(partial) as committer:
+        for layer in range(job.num_run):
+            wanted = [t for t in job.targets_of(layer).values() if t.scheme is not None]
+            if layer in finished:
+                progress.skip(samples=0, modules=len(wanted))
+                continue
+
+            def one(target: Target) -> Solved:
+                return round_to_nearest(target, job.source.tensor(f"{target.name}.weight"))
+
+            results = workers.map(one, wanted)
+            for solved in results:
+                progress.module(solved.row)
+            committer.submit(_finished(job, layer, results))
+
+
+class CalibratedRun:
+    """The calibration samples on their way through the model.
+
+    Args:
+        job: what to do.
+        calibration: the samples.
+        partial: where finished blocks go.
+        workers: the threads.
+        progress: of samples and modules.
+        in_memory: which activations are kept in memory (see `states`).
+        conditioner: changes blocks before they are calibrated; None = nothing does.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        calibration: CalibrationSet,
+        partial: PartialDirectory,
+        workers: Workers,
+        *,
+        progress: Progress,
+        in_memory: frozenset[str],
+        conditioner: BlockConditioner | None = None,
+    ) -> None:
+        self._job, self._partial, self._workers = job, partial, workers
+        self._windows = calibration.windows
+        self._lengths = [len(window) for window in calibration.windows]
+        self._progress, self._in_memory = progress, in_memory
+        self._conditioner = conditioner
+        self._kinds = ("", "full") if job.config.gptaq else ("",)
+        options = solver_options(job.config)
+        self._runner = BlockRunner(self._lengths, workers, options, on_sample=progress.sample)
+        self._blocks = job.blocks(max(self._lengths))
+
+    def run(self) -> int:
+        """Solve every unfinished block.
+
+        Returns:
+            The first block that no earlier run had finished.
+
+        Raises:
+            NonFiniteError: an activation is not finite; names the layer and the sample.
+            QuantizationError: a linear cannot be solved.
+            CheckpointError: a block cannot be read or written.
+        """
+        first, end = first_unfinished(self._job, self._partial), self._job.num_run
+        self._count_finished(first)
+        discard_stale(self._partial.path, first)
+        if first == end:
+            return first
+        states = [self._start(first, kind) for kind in self._kinds]
+        with Committer(self._partial) as committer:
+            for layer in range(first, end):
+                committer.submit(self._run_block(layer, states))
+        for item in states:
+            item.close()
+        return first
+
+    def _count_finished(self, first: int) -> None:
+        passes = sum(len(block.stages) for block in self._blocks[:first])
+        finished = [t for i in range(first) for t in self._job.targets_of(i).values() if t.scheme]
+        if first:
+            self._progress.skip(samples=passes * len(self._lengths), modules=len(finished))
+
+    def _start(self, layer: int, kind: str) -> SampleStates:
+        """Return the hidden states in front of a block."""
+        states = SampleStates(
+            self._partial.path,
+            kind,
+            self._lengths,
+            hidden_size=self._job.model.hidden_size,
+            wide=max(block.wide for block in self._blocks),
+            in_memory=self._in_memory,
+        )
+        if layer:
+            states.resume(layer)
+        else:
+            rows = states.begin()
+            self._workers.map(lambda sample: self._embed(sample, rows), range(len(self._windows)))
+        return states
+
+    def _embed(self, sample: int, rows: Rows) -> None:
+        hidden = embed(self._job.source, self._windows[sample])
+        check_finite(hidden, name="model.embed_tokens", sample=sample)
+        rows.write(sample, hidden)
+
+    def _run_block(self, layer: int, states: Sequence[SampleStates]) -> FinishedBlock:
+        job, block, targets = self._job, self._blocks[layer], self._job.targets_of(layer)
+        weights = dense_weights(job, layer)
+        changed: Weights = {}
+        facts: dict[str, Any] = {}
+        if self._conditioner is not None:
+            hidden = SampleSequence(states[0].hidden, len(self._lengths))
+            conditioned = self._conditioner.condition(layer, weights, hidden)
+            changed = conditioned.weights
+            weights |= changed
+            facts["conditioning"] = conditioned.row.to_dict()
+        streams: list[Stream] = []
+        for item in states:
+            unsolved = () if item.kind else targets
+            own = {n: w if n in unsolved else w.float() for n, w in weights.items()}
+            streams.append(item.stream(own, streams[0] if streams else None))
+        del weights
+        results = []
+        for _, solved in self._runner.solve(block, streams, targets):
+            self._progress.module(solved.row)
+            results.append(solved)
+        advances: list[Advance] = []
+        if layer + 1 < job.num_run:
+            for item, stream in zip(states, streams, strict=True):
+
+                def fill(write: WriteRows, stream: Stream = stream) -> None:
+                    self._runner.outputs(block, stream, write, block_name(layer))
+
+                advances.append(item.advance(layer, fill))
+        return _finished(job, layer, results, changed=changed, facts=facts, advances=advances)
+
+
+def solver_options(config: QuantizeConfig) -> SolverOptions:
+    """Return how the options say that linears are solved."""
+    return SolverOptions(
+        damp_percent=config.damp_percent, scale_search=config.scale_search, gptaq=config.gptaq
+    )
+
+
+def first_unfinished(job: Job, partial: PartialDirectory) -> int:
+    """Return the first block that is not finished; `job.num_run` if all are."""
+    finished = partial.finished_blocks()
+    return next((layer for layer in range(job.num_run) if layer not in finished), job.num_run)
+
+
+def embed(source: Checkpoint, window: Sequence[int]) -> torch.Tensor:
+    """Return the embeddings of a window, float32 `[tokens, hidden]`, reading no other rows.
+
+    Raises:
+        CheckpointError: they cannot be read, or a token has none.
+    """
+    vocab = source.shape(EMBEDDING)[0]
+    tokens = sorted(set(window))
+    if tokens and tokens[-1] >= vocab:
+        raise CheckpointError(
+            f"{source.path}: the tokenizer gives token {tokens[-1]}, but {EMBEDDING} has "
+            f"{vocab} rows"
+        )
+    rows = torch.cat([source.rows(EMBEDDING, token, token + 1) for token in tokens])
+    place = {token: index for index, token in enumerate(tokens)}
+    return rows[torch.tensor([place[token] for token in window])].float()
+
+
+def _finished(
+    job: Job,
+    layer: int,
+    results: Sequence[Solved],
+    *,
+    changed: Mapping[str, torch.Tensor] | None = None,
+    facts: dict[str, Any] | None = None,
+    advances: Sequence[Advance] = (),
+) -> FinishedBlock:
+    """Gather what is to be kept of a block."""
+    tensors: Weights = {}
+    targets = job.targets_of(layer)
+    for name, tensor in (changed or {}).items():
+        full = f"{block_name(layer)}.{name}"
+        if name not in targets:
+            tensors[full] = tensor
+        elif targets[name].scheme is None:
+            tensors[f"{full}.weight"] = tensor
+    for solved in results:
+        tensors |= output.module_tensors(job.plan, solved.row.name, solved.weight)
+    rows = tuple(solved.row for solved in results)
+    return FinishedBlock(layer, tensors, rows, facts or {}, tuple(advances))

@@ -1,0 +1,147 @@
+"""How much memory and disk quantizing takes, settled before any work is done."""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from qinfer.errors import CapacityError
+from qinfer.models.config import block_linear_shapes
+from qinfer.quant.calibration import CalibrationSet
+from qinfer.quant.job import Job
+from qinfer.quant.states import HIDDEN, WIDE
+
+_FLOAT_BYTES = 4
+_MIB = 2**20
+_SLACK_BYTES = 64 * _MIB  # what allocators keep, small tensors, the report
+_HEADER_BYTES = 32 * _MIB  # on the disk: headers, JSON files, tokenizer
+_DEFAULT_SHARE = 4  # of the free memory, for activations
+_SAMPLE_TENSORS = 6  # of the widest kind that a thread holds at once
+# float32 statistics (sums, matrix, triangle) and the solver's float64 factor with its copies.
+_MATRIX_BYTES = 3 * 4 + 3 * 8
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a run keeps in memory, and what it needs of the disk.
+
+    Args:
+        in_memory: activations that are kept in memory (see `states`); the others lie in files.
+        disk_bytes: that the run takes at its largest.
+    """
+
+    in_memory: frozenset[str]
+    disk_bytes: int
+
+    @staticmethod
+    def settle(
+        job: Job, calibration: CalibrationSet | None, *, threads: int, memory: int | None
+    ) -> "Budget":
+        """Decide what is kept in memory.
+
+        Args:
+            job: what will be done.
+            calibration: the samples; None = there are none.
+            threads: samples computed at once.
+            memory: bytes that the process may have resident; None = a quarter of the free memory
+                for activations.
+
+        Raises:
+            CapacityError: `memory` cannot work; names what is needed.
+        """
+        output = 2 * job.planned_bytes() + _HEADER_BYTES
+        if calibration is None:
+            _check(memory, resident_bytes() + _largest_block(job) + _SLACK_BYTES)
+            return Budget(frozenset(), output)
+        lengths = [len(window) for window in calibration.windows]
+        streams = 2 if job.config.gptaq else 1
+        hidden = streams * sum(lengths) * job.model.hidden_size * _FLOAT_BYTES
+        blocks = job.blocks(1)
+        wide = streams * sum(lengths) * max(block.wide for block in blocks) * _FLOAT_BYTES
+        work = resident_bytes() + _work_bytes(job, max(lengths), threads, streams)
+        _check(memory, work)
+        room = available_bytes() // _DEFAULT_SHARE if memory is None else memory - work
+        in_memory = set()
+        files = 2 * hidden  # in front of and behind a block
+        for name, size in ((HIDDEN, hidden), (WIDE, wide)):
+            if size <= room:
+                in_memory.add(name)
+                room -= size
+            else:
+                files += size
+        return Budget(frozenset(in_memory), output + files)
+
+    def check_disk(self, folder: Path) -> None:
+        """Refuse to begin where the disk cannot be enough.
+
+        Raises:
+            CapacityError: names what is needed and what is free.
+        """
+        there = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        free = shutil.disk_usage(folder).free
+        if free + there < self.disk_bytes:
+            raise CapacityError(
+                f"{folder} is on a disk with {free / 1e6:,.0f} MB free, and quantizing needs "
+                f"{(self.disk_bytes - there) / 1e6:,.0f} MB there at its largest; free some, or "
+                "write to another disk"
+            )
+
+
+def _check(memory: int | None, needed: int) -> None:
+    if memory is not None and memory < needed:
+        raise CapacityError(
+            f"--memory {memory / 1e6:,.0f} MB is too little: one decoder block, the statistics of "
+            f"its inputs and the interpreter take about {needed / 1e6:,.0f} MB; fewer --threads "
+            "or shorter samples (--seq-len) take less"
+        )
+
+
+def _work_bytes(job: Job, longest: int, threads: int, streams: int) -> int:
+    """Return what a block takes while it is calibrated, without the samples' stored states."""
+    widest = max(max(shape) for shape in _shapes(job))
+    inputs = max(shape[0] for shape in _shapes(job))
+    matrices = inputs * inputs * (_MATRIX_BYTES + (streams - 1) * 2 * _FLOAT_BYTES)
+    samples = threads * streams * _SAMPLE_TENSORS * longest * widest * _FLOAT_BYTES
+    return streams * _largest_block(job) + matrices + samples + _SLACK_BYTES
+
+
+def _largest_block(job: Job) -> int:
+    """Return the bytes of the largest block's weights, as in the file and as float32."""
+    layers = range(job.num_run)
+    largest = max(
+        sum(i * o for i, o in block_linear_shapes(job.model, layer).values()) for layer in layers
+    )
+    return largest * (job.element_bytes + _FLOAT_BYTES)
+
+
+def _shapes(job: Job) -> list[tuple[int, int]]:
+    return [(t.in_features, t.out_features) for t in job.plan.targets]
+
+
+def resident_bytes() -> int:
+    """Return what the process has resident now; 0 where the system does not say."""
+    try:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    except OSError:
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Return what this process can still take: of the machine and, in a container, of its limit."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for line in _lines(root / "proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    group = root / "sys/fs/cgroup"
+    limit, used = _lines(group / "memory.max"), _lines(group / "memory.current")
+    if limit and used and limit[0] != "max":
+        free = min(free, int(limit[0]) - int(used[0]))
+    return max(0, free)
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []
