@@ -24,6 +24,7 @@ from comparison.rows import EXACT, OUTLIERS, QWEN, RANDOM_1B, ROWS, SMOLLM2, TAR
 from peers import random_model
 from peers.environments import UnavailableError
 from peers.machine import describe_machine, describe_qinfer
+from torch import Tensor
 
 from qinfer.checkpoint.hub import demo_model, resolve_model
 from qinfer.checkpoint.reader import open_checkpoint
@@ -137,7 +138,7 @@ def run_row(row: Row, args: argparse.Namespace) -> dict[str, Any]:
     print(f"measuring {row.name} ...", flush=True)
     ruler = scoring.make_ruler(model.ruler, args.text, args.tokens, EXACT, args.work)
     return entry | {
-        "bits_per_weight": row.bits or bits_per_weight(path),
+        "bits_per_weight": bits_per_weight(path),
         "checkpoint_sha256": checkpoint_sha256(path),
         "baseline": ruler.facts,
         "measured": scoring.measure(path, ruler, row.engine),
@@ -152,14 +153,14 @@ def bits_per_weight(path: Path) -> float:
         in_features, out_features = shape
         weight = checkpoint.weight(name, in_features=in_features, out_features=out_features)
         weights += in_features * out_features
-        if isinstance(weight, QuantizedWeight):
-            bits += weight.scheme.bits * weight.codes.numel() + 16 * weight.scales.numel()
-            if weight.zeros is not None:
-                bits += weight.scheme.bits * weight.zeros.numel()
-            if weight.offsets is not None:
-                bits += 16 * weight.offsets.numel()
-        else:
+        if isinstance(weight, Tensor):
             bits += 8 * weight.nbytes
+        elif isinstance(weight, QuantizedWeight):
+            bits += weight.scheme.bits * weight.codes.numel() + 16 * weight.scales.numel()
+            bits += 0 if weight.zeros is None else weight.scheme.bits * weight.zeros.numel()
+            bits += 0 if weight.offsets is None else 16 * weight.offsets.numel()
+        else:
+            raise TypeError(f"{name}: the bits of {type(weight).__name__} are not counted here")
     return bits / weights
 
 

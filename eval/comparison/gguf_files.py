@@ -1,15 +1,10 @@
-"""GGUF files for and from llama.cpp: the unquantized model as one, and Q4_0 as dense weights."""
+"""The unquantized model as a GGUF file, for llama.cpp's quantizer."""
 
 from pathlib import Path
 
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, quants
-
-from qinfer.checkpoint.gguf import unpermute
-from qinfer.checkpoint.gguf_config import hf_name
-from qinfer.checkpoint.reader import Checkpoint, open_checkpoint
-from qinfer.checkpoint.writer import CheckpointWriter
 
 OWN_FIELDS = ("GGUF.", "general.file_type", "general.quantization_version")
 
@@ -43,44 +38,3 @@ def write_bf16(gguf: Path, out: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def write_dense(gguf: Path, source: Path, out: Path) -> dict[str, int]:
-    """Write a model directory whose linears are those of a GGUF file, dequantized to float32.
-
-    Embedding, head and norms are the source's own, so that the linears alone are compared.
-
-    Args:
-        gguf: what llama.cpp quantized.
-        source: the model's directory.
-        out: appears whole or not at all.
-
-    Returns:
-        How many linears have each of GGUF's types.
-    """
-    checkpoint = open_checkpoint(source)
-    linears = {hf_name(item.name): item for item in GGUFReader(gguf).tensors if "blk" in item.name}
-    heads = {
-        "q_proj": checkpoint.config["num_attention_heads"],
-        "k_proj": checkpoint.config["num_key_value_heads"],
-    }
-    types: dict[str, int] = {}
-    with CheckpointWriter(out) as writer:
-        for name in checkpoint.names():
-            tensor = checkpoint.tensor(name)
-            if name in linears and tensor.dim() == 2:
-                item = linears[name]
-                values = quants.dequantize(item.data, item.tensor_type)
-                part = name.split(".")[-2]
-                if part in heads:
-                    values = unpermute(values, heads[part])
-                tensor = torch.from_numpy(np.array(values, dtype=np.float32))
-                types[item.tensor_type.name] = types.get(item.tensor_type.name, 0) + 1
-            writer.add(name, tensor)
-        _finish(writer, checkpoint, source)
-    return types
-
-
-def _finish(writer: CheckpointWriter, checkpoint: Checkpoint, source: Path) -> None:
-    writer.write_json("config.json", checkpoint.config)
-    writer.copy_companions(source)

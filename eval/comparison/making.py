@@ -16,6 +16,7 @@ from comparison import gguf_files
 from comparison.rows import Row
 from peers.environments import GPTQMODEL, LLAMA_CPP, LLMCOMPRESSOR, Environment, ensure
 
+from qinfer.checkpoint.gguf import convert
 from qinfer.models.tokenizer import load_tokenizer
 from qinfer.quant.calibration import load_calibration
 from qinfer.quant.condition_run import condition
@@ -181,8 +182,8 @@ def _llama_cpp(_: Row, setup: Setup, out: Path) -> dict[str, Any]:
         gguf_files.write_bf16(setup.gguf, plain)
     command = [python, str(HERE / "run_llama_cpp.py"), str(plain), str(quantized)]
     cost = run([*command, str(setup.threads)], _log(out), {})
-    types = gguf_files.write_dense(quantized, setup.source, out)
-    return asdict(cost) | {"types": types, "versions": _versions(LLAMA_CPP)}
+    convert(quantized, out, keep_codes=True)
+    return asdict(cost) | {"versions": _versions(LLAMA_CPP)}
 
 
 def _condition(_: Row, setup: Setup, out: Path) -> dict[str, Any]:

@@ -13,10 +13,10 @@ METHOD = """\
 Every row is measured by the code of `qinfer eval` against the same unquantized model in float32
 with a float32 cache. Where weights are compared, all else is exact: float32 activations, the head
 as it is, a float32 cache; rows of the cache (KV) run as `qinfer serve` runs by default. All tools
-calibrate on the same token ids. The peers' checkpoints are read by qinfer's own readers;
-llama.cpp's Q4_0 blocks are dequantized by the `gguf` library to float32 and stand beside the
-model's own embedding and norms, so that its linears alone are compared. It starts from the same
-bfloat16 weights, and has no importance matrix. **Bits** are per weight of the linears: codes,
+calibrate on the same token ids. The peers' checkpoints are read by qinfer's own readers.
+llama.cpp starts from the same bfloat16 weights, has no importance matrix, makes all linears Q4_0
+and leaves the embedding, which is the head too, in bfloat16, so that the linears alone are
+compared. **Bits** are per weight of the linears: codes,
 scales, and zero points where a grid has them.
 
 Wall and CPU time and the peak resident memory are those of the tool's whole process, its start

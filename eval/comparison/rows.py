@@ -23,7 +23,6 @@ class Row:
         options: for the tool; of qinfer, its command line.
         model: the unquantized model.
         engine: how qinfer runs the checkpoint to measure it; None = it is only made.
-        bits: bits per weight where the checkpoint that is measured does not tell.
     """
 
     name: str
@@ -31,7 +30,6 @@ class Row:
     options: Any = None
     model: str = SMOLLM2
     engine: dict[str, str] | None = field(default_factory=lambda: dict(EXACT))
-    bits: float | None = None
 
     @property
     def folder(self) -> str:
@@ -62,7 +60,7 @@ ROWS = (
     _qinfer("INT4 g64", *_G64),
     _gptqmodel("INT4 g64"),
     _llmcompressor("INT4 g64"),
-    Row("llama.cpp Q4_0", "llama.cpp", bits=4.5),
+    Row("llama.cpp Q4_0", "llama.cpp"),
     _qinfer("INT4 g32", *_G32),
     _qinfer("4.5 bits allocated", "--target-bits", "4.5"),
     Row("INT8 KV", "as it is", engine=INT8_KV),

@@ -2,8 +2,8 @@
 
 python run_gptqmodel.py SOURCE TOKENS.json OUT OPTIONS.json
 
-The options are fields of its `QuantizeConfig`; what they do not name is its default. With `rounding`
-they are those of its `RTNConfig`: its way to AWQ's format on a machine without CUDA.
+The options are fields of its `QuantizeConfig`; what they do not name is its default. With
+`rounding` they are those of its `RTNConfig`: its way to AWQ's format on a machine without CUDA.
 """
 
 import json
