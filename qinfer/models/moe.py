@@ -5,13 +5,8 @@ weighted by the scores. Everything is row-stable: an expert computes the rows th
 in fixed tiles, and a token's sum is taken in ascending order of its experts, so that its bits do
 not depend on which other tokens are in the step.
 
-Calibration stands between the stages, as it does in a dense layer:
-
-1. `routing = moe.route(x)` for `x = block.mlp_input(hidden)`, once per sample;
-2. `rows = routing.tokens(expert)`; `x[rows]` is what the expert's gate and up read;
-3. `inner = moe.activation(expert, x[rows])` is what its down reads;
-4. `moe.add_output(out, routing, expert, inner)` for every expert in ascending order, with `out`
-   zeros; the layer's output is `hidden + out`.
+Calibration goes through the experts one by one (`quant.experts`): `route` gives a sample's routing,
+`Routing.tokens` the rows of an expert's inputs, `Routing.weights_of` the weights of its outputs.
 """
 
 from collections.abc import Sequence
@@ -77,20 +72,8 @@ class MoE:
         return out
 
     def route(self, x: torch.Tensor) -> Routing:
-        """Choose the experts of every row of `x` `[tokens, hidden]`.
-
-        Softmax over all experts, then the best `num_experts_per_token`; of equal scores the lower
-        expert comes first.
-        """
-        logits = self._router(x.float())  # [tokens, experts]
-        scores = reference.elementwise(torch.exp, logits - logits.amax(-1, keepdim=True))
-        scores = scores / scores.sum(-1, keepdim=True)
-        ranked, order = scores.sort(dim=-1, descending=True, stable=True)
-        chosen = self.config.num_experts_per_token
-        weights = ranked[:, :chosen]
-        if self.config.norm_topk_prob:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return Routing(order[:, :chosen], weights)
+        """Choose the experts of every row of `x` `[tokens, hidden]`."""
+        return route(self._router(x.float()), self.config)
 
     def activation(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         """Return what down of `expert` reads for its rows `x` `[n, hidden]`: `[n, inner]`."""
@@ -123,3 +106,18 @@ class MoE:
     def router_row(self, prefix: str) -> KernelRow:
         """Describe the router's kernel for a report."""
         return self._router.row(f"{prefix}.{self.config.names.router}")
+
+
+def route(logits: torch.Tensor, config: MoEConfig) -> Routing:
+    """Choose the experts of every token by the router's float32 `logits` `[tokens, experts]`.
+
+    Softmax over all experts, then the best `num_experts_per_token`; of equal scores the lower
+    expert comes first.
+    """
+    scores = reference.elementwise(torch.exp, logits - logits.amax(-1, keepdim=True))
+    scores = scores / scores.sum(-1, keepdim=True)
+    ranked, order = scores.sort(dim=-1, descending=True, stable=True)
+    weights = ranked[:, : config.num_experts_per_token]
+    if config.norm_topk_prob:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return Routing(order[:, : config.num_experts_per_token], weights)
