@@ -121,8 +121,7 @@ def factorize(
         order = torch.argsort(diagonal, descending=True, stable=True) if act_order else None
         steps = [damp_percent, *(step for step in _DAMPING_STEPS if step > damp_percent)]
         for attempt, step in enumerate(steps, start=1):
-            damped = damp(H, step)
-            U = inverse_factor(damped if order is None else damped[order][:, order])
+            U = inverse_factor(damp(H, step), order)
             if U is not None:
                 return Factor(U, order, step, attempt)
     tried = ", ".join(f"{step:g}" for step in steps)
@@ -131,16 +130,15 @@ def factorize(
 
 
 def damp(H: torch.Tensor, damp_percent: float) -> torch.Tensor:
-    """Return the symmetric part of a Hessian, float64, with a share of its mean diagonal added.
+    """Return the symmetric part of a Hessian with a share of its mean diagonal added, float32.
 
     A column that no token used has no error to hand on: its diagonal is 1 more, so that it is
     rounded on its own.
     """
-    damped = H.double()
-    damped = (damped + damped.T) / 2
+    damped = (H.float() + H.T).mul_(0.5)
     diagonal = damped.diagonal()
     alive = diagonal != 0
-    share = damp_percent * float(diagonal[alive].mean())
+    share = damp_percent * float(diagonal[alive].double().mean())
     diagonal.add_(torch.where(alive, share, share + 1.0))
     return damped
 
@@ -196,19 +194,17 @@ def solve_factored(
 
 def relative_error(W: torch.Tensor, quantized: torch.Tensor, H: torch.Tensor) -> float:
     """Return `‖(W - Ŵ) X‖² / ‖W X‖²` from the Hessian of X; 0 where the outputs are all zero."""
-    # Each pair of columns once: w H w = w T w with T upper triangular, half of the products.
-    T = 2 * H.triu(1)
-    T.diagonal().copy_(H.diagonal())
-    total, lost = _energy(W, T), _energy(W - quantized, T)
+    total, lost = _energy(W, H), _energy(W - quantized, H)
     return max(lost, 0.0) / total if total > 0 else 0.0
 
 
-def _energy(W: torch.Tensor, T: torch.Tensor) -> float:
-    """Return the sum of `w T w` over the rows of W, for an upper triangular T."""
+def _energy(W: torch.Tensor, H: torch.Tensor) -> float:
+    """Return the sum of `w H w` over the rows of W, each pair of columns once."""
     total = 0.0
     for start in range(0, W.shape[1], _PANEL):
-        end = start + _PANEL
-        product = W[:, :end] @ T[:end, start:end]
+        end = min(start + _PANEL, W.shape[1])
+        product = W[:, :start] @ (2 * H[:start, start:end])
+        product.addmm_(W[:, start:end], H[start:end, start:end])
         total += float((product * W[:, start:end]).sum(dtype=torch.float64))
     return total
 
@@ -224,32 +220,38 @@ def single_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def inverse_factor(hessian: torch.Tensor) -> torch.Tensor | None:
+def inverse_factor(H: torch.Tensor, order: torch.Tensor | None = None) -> torch.Tensor | None:
     """Return the upper triangular U with `H⁻¹ = Uᵀ U`, or None if H is not positive definite.
 
     With the columns reversed, `H = L Lᵀ` becomes `H = R Rᵀ` with R upper triangular, so
-    `U = R⁻¹` takes one Cholesky and one triangular inverse, and H is never inverted.
+    `U = R⁻¹` takes one Cholesky and one triangular inverse, and H is never inverted. In float64,
+    in the memory of one matrix and the copy that Cholesky makes.
+
+    Args:
+        H: float32 `[in, in]`, symmetric.
+        order: of the columns of U; None = as they stand.
     """
-    lower, info = torch.linalg.cholesky_ex(hessian.flip(0, 1))
+    index = torch.arange(len(H)) if order is None else order
+    index = index.flip(0)
+    lower, info = torch.linalg.cholesky_ex(H[index[:, None], index].double())
     if int(info) != 0:
         return None
-    U = _invert_upper(lower.flip(0, 1)).float()
+    _invert_lower(lower)
+    U = lower.float().flip(0, 1)
     return U if bool(torch.isfinite(U).all()) else None
 
 
-def _invert_upper(R: torch.Tensor) -> torch.Tensor:
-    """Invert an upper triangular matrix by halves: a third of the work of a solve for identity."""
-    size = R.shape[0]
+def _invert_lower(L: torch.Tensor) -> None:
+    """Invert a lower triangular matrix in place, by halves: a third of a solve for identity."""
+    size = L.shape[0]
     if size <= _SMALL_TRIANGLE:
-        identity = torch.eye(size, dtype=R.dtype)
-        inverse: torch.Tensor = torch.linalg.solve_triangular(R, identity, upper=True)
-        return inverse
+        L.copy_(torch.linalg.solve_triangular(L, torch.eye(size, dtype=L.dtype), upper=False))
+        return
     half = size // 2
-    first, last = _invert_upper(R[:half, :half]), _invert_upper(R[half:, half:])
-    inverse = torch.zeros_like(R)
-    inverse[:half, :half], inverse[half:, half:] = first, last
-    inverse[:half, half:] = -(first @ (R[:half, half:] @ last))
-    return inverse
+    first, last, between = L[:half, :half], L[half:, half:], L[half:, :half]
+    _invert_lower(first)
+    _invert_lower(last)
+    between.copy_(last @ (between @ first)).neg_()
 
 
 def solve_columns(

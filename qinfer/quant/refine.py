@@ -67,7 +67,7 @@ def _groups(H: torch.Tensor, size: int) -> Iterator[_Group]:
         block = H[span, span]
         order = torch.argsort(block.diagonal(), descending=True, stable=True)
         ordered = block[order][:, order]
-        U = gptq.inverse_factor(ordered.double())
+        U = gptq.inverse_factor(block, order)
         if U is not None:
             yield _Group(index, span, order, ordered, U)
 

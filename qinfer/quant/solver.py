@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from qinfer.formats.weight import QuantizedWeight
+from qinfer.formats.weight import QuantizedWeight, concat_out
 from qinfer.quant import gptq, refine, rtn, scales
 from qinfer.quant.hessian import InputStatistics
 from qinfer.quant.report import ModuleRow
 from qinfer.quant.targets import Target
 from qinfer.schemes import WeightScheme
+
+_PIECE_ELEMENTS = 1 << 21  # of a weight solved at a time: 8 MiB, several times over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,18 +88,19 @@ def solve_modules(
     """
     with gptq.single_thread():
         problem = _problem(stats, targets, options)
+        solved = _solve_all(problem, weights, targets)
+    factor = problem.factor
     for name, target in targets.items():
-        with gptq.single_thread():
-            result = _solve(problem, weights[name].float(), _scheme(target), target.name)
+        quantized, error = solved[name]
         row = replace(
             plain_row(target),
-            error=result.error,
-            damp_percent=result.damp_percent,
-            attempts=result.attempts,
+            error=error,
+            damp_percent=None if factor.U is None else factor.damp_percent,
+            attempts=factor.attempts,
             num_tokens=stats.num_tokens,
-            fallback=result.fallback,
+            fallback=factor.reason,
         )
-        yield name, Solved(result.weight, row)
+        yield name, Solved(quantized, row)
 
 
 def _problem(
@@ -113,7 +116,7 @@ def _problem(
     damped = gptq.damp(matrix, factor.damp_percent)
     cross = stats.cross() if options.gptaq else None
     shift = None if cross is None else _shift(cross, factor)
-    return _Problem(matrix, factor, damped.float(), shift, options)
+    return _Problem(matrix, factor, damped, shift, options)
 
 
 def _shift(cross: torch.Tensor, factor: gptq.Factor) -> torch.Tensor:
@@ -127,22 +130,54 @@ def _shift(cross: torch.Tensor, factor: gptq.Factor) -> torch.Tensor:
     return (cross @ U.T) @ U
 
 
-def _solve(problem: _Problem, W: torch.Tensor, scheme: WeightScheme, name: str) -> gptq.GPTQResult:
-    """Search scales, round by GPTQ, descend."""
+def _solve_all(
+    problem: _Problem, weights: Mapping[str, torch.Tensor], targets: Mapping[str, Target]
+) -> dict[str, tuple[QuantizedWeight, float]]:
+    """Return each module's quantized weight and error.
+
+    Rows do not depend on each other, so modules of one scheme are solved as one, and what is too
+    large for the caches in pieces: it is the number of steps that costs time, not their width.
+    """
+    by_scheme: dict[WeightScheme, list[str]] = {}
+    for name, target in targets.items():
+        by_scheme.setdefault(_scheme(target), []).append(name)
+    solved = {}
+    for scheme, names in by_scheme.items():
+        dense = [weights[name].float() for name in names]
+        for name, W in zip(names, dense, strict=True):
+            rtn.fit_groups(W, scheme, name=targets[name].name)  # refuses what has no grid
+        label = "/".join(targets[name].name for name in names)
+        rows = max(1, _PIECE_ELEMENTS // dense[0].shape[1])
+        pieces = torch.cat(dense).split(rows)
+        quantized = concat_out([_solve_rows(problem, piece, scheme, label) for piece in pieces])
+        start = 0
+        for name, W in zip(names, dense, strict=True):
+            part = quantized.rows(start, start + len(W))
+            wanted = _wanted(problem, W)
+            solved[name] = part, gptq.relative_error(wanted, part.dequantize(), problem.H)
+            start += len(W)
+    return solved
+
+
+def _wanted(problem: _Problem, W: torch.Tensor) -> torch.Tensor:
+    """Return the weight to round towards."""
+    return W if problem.shift is None else torch.addmm(W, W, problem.shift)
+
+
+def _solve_rows(
+    problem: _Problem, W: torch.Tensor, scheme: WeightScheme, name: str
+) -> QuantizedWeight:
+    """Search scales, round by GPTQ, descend; plain rounding where there is no factor."""
     factor, options = problem.factor, problem.options
     if problem.damped is None:
-        weight = rtn.quantize(W, scheme, name=name)
-        error = gptq.relative_error(W, weight.dequantize(), problem.H)
-        return gptq.GPTQResult(weight, error, None, factor.attempts, factor.reason)
-    wanted = W if problem.shift is None else torch.addmm(W, W, problem.shift)
+        return rtn.quantize(W, scheme, name=name)
+    wanted = _wanted(problem, W)
     grid = _search(wanted, factor, scheme, options.scale_search, name)
     columns = gptq.solve_columns(wanted, factor, scheme, grid=grid, name=name)
     if options.passes:
         target = wanted.T.contiguous()
         columns = refine.descend(columns, target, problem.damped, scheme, passes=options.passes)
-    weight = columns.weight(scheme)
-    error = gptq.relative_error(wanted, weight.dequantize(), problem.H)
-    return gptq.GPTQResult(weight, error, factor.damp_percent, factor.attempts)
+    return columns.weight(scheme)
 
 
 def _search(

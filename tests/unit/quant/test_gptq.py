@@ -203,7 +203,7 @@ def test_squared_errors_add_up_to_the_loss(symmetric: bool) -> None:
         columns.clone(), factor.U, scale, None if symmetric else zero, 3
     )
     lost = (columns - levels * scale).double()
-    loss = (lost * (gptq.damp(H, 0.01) @ lost)).sum(0)
+    loss = (lost * (gptq.damp(H, 0.01).double() @ lost)).sum(0)
     assert torch.allclose(errors.double().square().sum(0), loss, rtol=1e-4)
 
 
@@ -228,4 +228,4 @@ def test_a_given_grid_is_kept(act_order: bool) -> None:
 def test_natural_order_of_the_factor(act_order: bool) -> None:
     _, _, H = problem(48, 1)
     U = gptq.factorize(H, act_order=act_order).natural().double()
-    assert torch.allclose(U.T @ U @ gptq.damp(H, 0.01), torch.eye(48).double(), atol=1e-4)
+    assert torch.allclose(U.T @ U @ gptq.damp(H, 0.01).double(), torch.eye(48).double(), atol=1e-4)

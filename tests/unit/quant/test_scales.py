@@ -65,7 +65,7 @@ def test_hessian_loss_is_what_the_other_inputs_cannot_make_up_for(act_order: boo
     """Against the minimum over the errors of the others, solved for explicitly."""
     H = correlated(24)
     factor = gptq.factorize(H, damp_percent=0.01, act_order=act_order)
-    damped = gptq.damp(H, 0.01)
+    damped = gptq.damp(H, 0.01).double()
     errors = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
     inside, outside = list(range(8, 16)), [*range(8), *range(16, 24)]
     found = scales.hessian_loss(factor.natural())(8, 16)(errors)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qinfer.errors import NonFiniteError, QuantizationError
-from qinfer.quant import gptq, rtn
+from qinfer.quant import gptq, rtn, solver
 from qinfer.quant.hessian import InputStatistics
 from qinfer.quant.solver import Solved, SolverOptions, solve_modules
 from qinfer.quant.targets import Target
@@ -85,6 +85,19 @@ def test_without_options_it_is_plain_gptq() -> None:
     assert torch.equal(result.weight.codes, plain.weight.codes)
     assert torch.equal(result.weight.scales, plain.weight.scales)
     assert result.row.error == plain.error
+
+
+def test_modules_and_pieces_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheme = WeightScheme(4, 32, act_order=True)
+    weights = {"a": weight(16, seed=1), "b": 3 * weight(24, seed=2)}
+    targets = {name: Target(name, 96, len(W), scheme) for name, W in weights.items()}
+    stats = gathered(inputs())
+    monkeypatch.setattr(solver, "_PIECE_ELEMENTS", 96 * 10)  # 10 rows at a time
+    for name, result in solve_modules(stats, weights, targets, BEST):
+        alone = solve_one(weights[name], stats, scheme, BEST)
+        # The number of rows may decide a tie, so not every code has to be the same.
+        rows = (result.weight.dequantize() - alone.weight.dequantize()).abs().amax(1)
+        assert int((rows < 1e-6).sum()) >= len(rows) - 1
 
 
 def test_gptaq_aims_at_the_least_squares_weight() -> None:
