@@ -17,6 +17,7 @@ from qinfer.engine.config import (
     BATCHINGS,
     DEVICES,
     DTYPES,
+    GGUF_WEIGHTS,
     LM_HEADS,
     MAX_SPECULATIVE_TOKENS,
     EngineConfig,
@@ -239,6 +240,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "lm_head": {
         "type": click.Choice(LM_HEADS),
         "help": "Head in INT8 per row, or as in the model; auto = int8 for quantized models.",
+    },
+    "gguf_weights": {
+        "type": click.Choice(GGUF_WEIGHTS),
+        "help": "Of a .gguf file: run its own codes, or dequantize them to bfloat16 first.",
     },
     "speculative": {
         "metavar": "ngram|MODEL",

@@ -21,7 +21,7 @@ from qinfer.workflows.recipe_run import REPORT_HTML, REPORT_JSON, run_recipe
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder for checkpoint and reports; named like the recipe if not given.",
 )
-@engine_options(without=OWN_OPTIONS)
+@engine_options(without=OWN_OPTIONS | {"gguf_weights"})  # a recipe quantizes the dense model
 def command(recipe: str, *, model: str | None, out: Path | None, engine: EngineOptions) -> None:
     """Quantize, evaluate and measure as RECIPE says: a name that ships, or a .yaml file.
 

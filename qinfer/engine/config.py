@@ -19,6 +19,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 ACTIVATIONS = ("int8", "exact")
 LM_HEADS = ("auto", "int8", "model")
+GGUF_WEIGHTS = ("codes", "dense")
 BATCHINGS = ("continuous", "static")
 NGRAM = "ngram"
 MAX_SPECULATIVE_TOKENS = 16
@@ -56,6 +57,9 @@ class EngineConfig:
             where the kernels can; `exact` leaves them as they are.
         lm_head: `int8` rounds the head to INT8 per row at load, where the kernels can; `model`
             keeps it; `auto` = `int8` for quantized checkpoints.
+        gguf_weights: of a `.gguf` file: `codes` runs the linears on the file's own codes, in its
+            size; `dense` dequantizes everything to bfloat16 first. Embedding and head are
+            dequantized either way.
         speculative: `ngram` drafts tokens by looking them up in the text; anything else is the
             directory, hub id or `.gguf` file of a draft model with the same tokenizer, such as a
             lower-bit version of the model; None = no drafts.
@@ -80,6 +84,7 @@ class EngineConfig:
     block_size: int = 16
     activations: str = "int8"
     lm_head: str = "auto"
+    gguf_weights: str = "codes"
     speculative: str | None = None
     num_speculative_tokens: int = 4
 
@@ -93,6 +98,7 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("activations", self.activations, ACTIVATIONS)
         _check_choice("lm_head", self.lm_head, LM_HEADS)
+        _check_choice("gguf_weights", self.gguf_weights, GGUF_WEIGHTS)
         _check_positive("max_model_len", self.max_model_len)
         _check_positive("max_num_batched_tokens", self.max_num_batched_tokens)
         _check_positive("max_num_mixed_tokens", self.max_num_mixed_tokens)

@@ -39,6 +39,7 @@ from qinfer.kernels.spec import KERNEL_DEVICES
 from qinfer.kvcache.pool import KVPool
 from qinfer.models.causal_lm import CausalLM
 from qinfer.models.config import ModelConfig
+from qinfer.models.load import loaded_bytes
 from qinfer.models.native_load import load_model
 from qinfer.models.tokenizer import Tokenizer, load_tokenizer
 
@@ -105,7 +106,12 @@ def load_engine(model: str | Path, config: EngineConfig, source: Source) -> Engi
         CheckpointError: the model is missing or damaged.
         CapacityError: it does not fit into memory.
     """
-    path = resolve_model(model, revision=source.revision, token=source.token)
+    path = resolve_model(
+        model,
+        revision=source.revision,
+        token=source.token,
+        gguf_weights=config.gguf_weights,
+    )
     checkpoint = open_checkpoint(path, allow_pickle=source.allow_pickle)
     model_config = ModelConfig.from_dict(checkpoint.config)
     resolved = resolve(
@@ -117,7 +123,9 @@ def load_engine(model: str | Path, config: EngineConfig, source: Source) -> Engi
     )
     tokenizer = load_tokenizer(path, chat_template=source.chat_template)
     opened = _open_draft(resolved, model_config, tokenizer, source)
-    total_bytes = checkpoint.total_bytes + (opened.checkpoint.total_bytes if opened else 0)
+    total_bytes = loaded_bytes(checkpoint, model_config, resolved.dtype)
+    if opened:
+        total_bytes += loaded_bytes(opened.checkpoint, opened.model_config, opened.config.dtype)
     check_weights_fit(resolved, total_bytes, _device_memory(resolved))
     decoder = load_model(
         checkpoint,
@@ -160,7 +168,7 @@ def _open_draft(
     """Open the draft model that the settings name, if they do."""
     if config.speculative is None or config.speculative == NGRAM:
         return None
-    path = resolve_model(config.speculative, token=source.token)
+    path = resolve_model(config.speculative, token=source.token, gguf_weights=config.gguf_weights)
     return open_draft(path, config, target, tokenizer)
 
 

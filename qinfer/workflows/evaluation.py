@@ -59,6 +59,8 @@ class EvaluationOptions:
         memory: total bytes for each model; None = what the device has free.
         activations: inputs of quantized linears: `int8` or `exact`; see `EngineConfig`.
         lm_head: `auto`, `int8` or `model`; see `EngineConfig`.
+        gguf_weights: how the models that are `.gguf` files run: `codes` or `dense`; see
+            `EngineConfig`. A baseline always runs dense.
         revision: branch, tag or commit of hub models.
         speed: what to time; None = quality and sizes only.
         time_baseline: time the baseline too.
@@ -83,6 +85,7 @@ class EvaluationOptions:
     memory: int | str | None = None
     activations: str = "int8"
     lm_head: str = "auto"
+    gguf_weights: str = "codes"
     revision: str | None = None
     speed: SpeedOptions | None = field(default_factory=SpeedOptions)
     time_baseline: bool = True
@@ -130,6 +133,7 @@ class EvaluationOptions:
             "memory": self.memory,
             "activations": self.activations,
             "lm_head": self.lm_head,
+            "gguf_weights": self.gguf_weights,
         }
 
 
@@ -161,7 +165,8 @@ def evaluate(
     chosen = EvaluationOptions(**options)
     if isinstance(models, str | Path):
         raise ConfigError("models must be a list of models")
-    paths = [resolve_model(model, revision=chosen.revision) for model in models]
+    weights = chosen.gguf_weights
+    paths = [resolve_model(m, revision=chosen.revision, gguf_weights=weights) for m in models]
     base_path = resolve_model(baseline, revision=chosen.revision)
     labels = _labels([str(baseline), *map(str, models)], [base_path, *paths], chosen.labels)
     plan = _Plan(chosen, base_path, _read_text(chosen.text))

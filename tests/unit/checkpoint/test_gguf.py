@@ -1,10 +1,13 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf.constants import GGML_QUANT_SIZES
 from support.checkpoints import load_oracle, write_tiny
 from support.gguf_files import write_gguf
 from transformers import AutoTokenizer
@@ -13,6 +16,7 @@ from qinfer.checkpoint.gguf import convert, unpermute
 from qinfer.checkpoint.gguf_config import llama3_factors
 from qinfer.checkpoint.reader import open_checkpoint
 from qinfer.errors import CheckpointError, ConfigError, UnsupportedModelError
+from qinfer.models.config import ModelConfig, linear_shapes
 from qinfer.models.tokenizer import load_tokenizer
 
 LLAMA3 = {
@@ -95,6 +99,67 @@ def test_quantized_tensors_are_dequantized(tiny_llama: Path, tmp_path: Path) -> 
         torch.testing.assert_close(
             written.tensor(name).float(), source.tensor(name), rtol=0.01, atol=0.01
         )
+
+
+MIXED = {
+    "q_proj": Kind.Q4_K, "k_proj": Kind.Q8_0, "v_proj": Kind.Q5_K, "o_proj": Kind.Q6_K,
+    "gate_proj": Kind.Q4_0, "up_proj": Kind.Q4_1, "down_proj": Kind.Q5_0, "lm_head": Kind.Q8_0,
+}  # fmt: skip
+WIDE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 1,
+    "head_dim": 64,
+}
+
+
+@pytest.mark.parametrize(("family", "arch"), [("llama", "llama"), ("qwen2", "qwen2")])
+def test_kept_codes_have_the_values_of_the_dense_form(tmp_path: Path, family, arch) -> None:
+    """Every type, with the rows of q and k in transformers' order, norms and biases beside."""
+    source = write_tiny(tmp_path / "source", family, **WIDE)
+    file = write_gguf(source, tmp_path / "m.gguf", arch, by_name=MIXED)
+    convert(file, tmp_path / "dense")
+    convert(file, tmp_path / "codes", keep_codes=True)
+    dense, codes = open_checkpoint(tmp_path / "dense"), open_checkpoint(tmp_path / "codes")
+    shapes = linear_shapes(ModelConfig.from_dict(dense.config))
+    for module, (inputs, outputs) in shapes.items():
+        assert codes.is_quantized(module)
+        weight = codes.weight(module, in_features=inputs, out_features=outputs)
+        assert isinstance(weight, torch.Tensor) == module.endswith("o_proj")  # Q6_K
+        values = weight if isinstance(weight, torch.Tensor) else weight.dequantize()
+        assert torch.equal(values.bfloat16(), dense.tensor(f"{module}.weight"))
+    for name in set(dense.names()) - {f"{module}.weight" for module in shapes}:
+        assert torch.equal(codes.tensor(name), dense.tensor(name))
+    blocks = {kind.name: GGML_QUANT_SIZES[kind] for kind in MIXED.values()}
+    for module, (inputs, outputs) in shapes.items():
+        kind = next(kind for part, kind in MIXED.items() if module.endswith(part))
+        size, num_bytes = blocks[kind.name]
+        entry = codes.entries[f"{module}.gguf_blocks"]
+        assert entry.num_bytes == outputs * inputs // size * num_bytes  # no larger than the file's
+
+
+def test_a_file_without_codes_is_the_same_in_both_forms(tiny_llama: Path, tmp_path: Path) -> None:
+    file = write_gguf(tiny_llama, tmp_path / "m.gguf", "llama", quant=Kind.F16)
+    convert(file, tmp_path / "dense")
+    convert(file, tmp_path / "codes", keep_codes=True)
+    for path in (tmp_path / "dense").iterdir():
+        assert path.read_bytes() == (tmp_path / "codes" / path.name).read_bytes()
+
+
+def test_a_type_that_nothing_reads_is_refused(
+    tiny_llama: Path, tmp_path: Path, monkeypatch
+) -> None:
+    original = gguf.quants.dequantize
+
+    def refuse(data: np.ndarray, kind: Kind) -> np.ndarray:
+        if kind == Kind.Q4_0:
+            raise NotImplementedError
+        return original(data, kind)
+
+    file = write_gguf(tiny_llama, tmp_path / "m.gguf", "llama", by_name={"q_proj": Kind.Q4_0})
+    monkeypatch.setattr(gguf.quants, "dequantize", refuse)
+    with pytest.raises(UnsupportedModelError, match="type Q4_0, which cannot be dequantized"):
+        convert(file, tmp_path / "codes", keep_codes=True)
 
 
 def test_unpermute_undoes_the_pairing() -> None:
