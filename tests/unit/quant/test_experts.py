@@ -1,0 +1,199 @@
+"""Blocks with experts, quantized: each expert on the tokens that it is given, no other."""
+
+import json
+import shutil
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - the customary name
+from safetensors.torch import load_file, save_file
+from support.checkpoints import load_oracle, write_tiny
+from support.steps import layout_of, run_chunked
+
+from qinfer.checkpoint.reader import open_checkpoint
+from qinfer.formats.weight import QuantizedWeight
+from qinfer.kvcache.pool import KVPool
+from qinfer.models.config import ModelConfig, linear_shapes
+from qinfer.models.load import load_decoder
+from qinfer.quant import gptq, rtn
+from qinfer.quant.calibration import load_calibration
+from qinfer.quant.experts import under_seen
+from qinfer.quant.pipeline import quantize
+from qinfer.quant.report import ModuleRow
+
+SMALL: dict[str, Any] = {"num_samples": 8, "seq_len": 48, "group_size": 32}
+FEW: dict[str, Any] = {"num_samples": 1, "seq_len": 64, "group_size": 32}
+
+Inputs = dict[str, list[torch.Tensor]]
+
+
+def read_weights(path: Path) -> dict[str, object]:
+    """Read every decoder linear of a checkpoint."""
+    checkpoint = open_checkpoint(path)
+    shapes = linear_shapes(ModelConfig.from_dict(checkpoint.config))
+    return {
+        name: checkpoint.weight(name, in_features=i, out_features=o)
+        for name, (i, o) in shapes.items()
+    }
+
+
+def windows(num_samples: int, seq_len: int, **_: Any) -> list[list[int]]:
+    calibration = load_calibration(
+        lambda text: list(text.encode()),
+        path=None,
+        num_samples=num_samples,
+        seq_len=seq_len,
+        max_position=128,
+    )
+    return [list(window) for window in calibration.windows]
+
+
+def write_dequantized(source: Path, quantized: Path, path: Path) -> Path:
+    """Write `source` with the weights that `quantized` stands for."""
+    shutil.copytree(source, path)
+    tensors = load_file(path / "model.safetensors")
+    for name, weight in read_weights(quantized).items():
+        assert isinstance(weight, QuantizedWeight)
+        tensors[f"{name}.weight"] = weight.dequantize()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def watch_linears(oracle: Any, inputs: Inputs) -> None:
+    for name, module in oracle.named_modules():
+        if type(module).__name__ == "Linear":
+            module.register_forward_pre_hook(
+                lambda _, args, name=name: inputs[name].append(args[0].flatten(0, 1))
+            )
+
+
+def watch_experts(
+    oracle: Any, names: dict[int, list[tuple[str, str, str]]], inputs: Inputs
+) -> None:
+    """Note what the linears of every expert read, from what transformers hands to its experts."""
+    for layer, experts in names.items():
+
+        def note(module: Any, args: Any, experts: list[tuple[str, str, str]] = experts) -> None:
+            x, chosen, _ = args
+            for index, (gate, up, down) in enumerate(experts):
+                rows = x[(chosen == index).any(-1)]
+                inner = F.linear(rows, module.gate_up_proj[index])
+                first, second = inner.chunk(2, -1)
+                inputs[gate].append(rows)
+                inputs[up].append(rows)
+                inputs[down].append(F.silu(first) * second)
+
+        oracle.model.layers[layer].mlp.experts.register_forward_pre_hook(note)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_every_module_is_solved_on_what_came_before_it_g15(tmp_path: Path, family: str) -> None:
+    """The oracle: transformers with all quantized weights, and what its experts are handed."""
+    source = write_tiny(tmp_path / "source", family)
+    report = quantize(source, tmp_path / "out", **SMALL, threads=1)
+    oracle = load_oracle(write_dequantized(source, tmp_path / "out", tmp_path / "dense"))
+    written, original = read_weights(tmp_path / "out"), read_weights(source)
+    config = ModelConfig.from_dict(json.loads((source / "config.json").read_text()))
+    assert config.moe is not None
+    names = {
+        layer: [
+            tuple(f"model.layers.{layer}.{name}" for name in config.moe.names.expert(index))
+            for index in range(config.moe.num_experts)
+        ]
+        for layer in range(2)
+        if config.is_sparse(layer)
+    }
+    inputs: Inputs = defaultdict(list)
+    watch_linears(oracle, inputs)
+    watch_experts(oracle, names, inputs)  # type: ignore[arg-type] # three names each
+    with torch.no_grad():
+        logits = [oracle(torch.tensor([window])).logits[0] for window in windows(**SMALL)]
+    rows = {row.name: row for row in report.rows}
+    for name, weight in written.items():
+        assert isinstance(weight, QuantizedWeight)
+        x, before = torch.cat(inputs[name]), original[name]
+        assert isinstance(before, torch.Tensor)
+        assert rows[name].num_tokens == len(x), name
+        expected = gptq.solve(before, 2 / len(x) * x.T @ x, weight.scheme)
+        same = (expected.weight.codes == weight.codes).float().mean()
+        assert float(same) > 0.98, name
+    decoder = load_decoder(open_checkpoint(tmp_path / "out"), dtype="float32")
+    pool = KVPool(layout_of(decoder.config), 3)
+    ours = run_chunked(decoder, windows(**SMALL)[-1], [48], pool, range(3))
+    assert (ours - logits[-1]).abs().max() < 1e-4
+
+
+def test_the_router_and_norms_stay_as_they_are(tmp_path: Path) -> None:
+    source = write_tiny(tmp_path / "source", "mixtral")
+    quantize(source, tmp_path / "out", **SMALL)
+    before, after = (open_checkpoint(path) for path in (source, tmp_path / "out"))
+    kept = [name for name in before.names() if after.has(name)]
+    assert "model.layers.1.block_sparse_moe.gate.weight" in kept
+    assert len(kept) == 2 * 3 + 3  # norms and router of each layer; embedding, final norm, head
+    assert all(torch.equal(before.tensor(name), after.tensor(name)) for name in kept)
+
+
+def test_an_expert_without_a_token_is_rounded_and_listed(tmp_path: Path) -> None:
+    source = write_tiny(tmp_path / "source", "mixtral", num_local_experts=24, num_experts_per_tok=1)
+    report = quantize(source, tmp_path / "out", **FEW)
+    written, original = read_weights(tmp_path / "out"), read_weights(source)
+    unseen = [row for row in report.rows if row.num_tokens == 0]
+    assert unseen
+    for row in unseen:
+        assert row.fallback == "no calibration token went through this expert"
+        weight, before = written[row.name], original[row.name]
+        assert isinstance(weight, QuantizedWeight)
+        assert isinstance(before, torch.Tensor)
+        assert torch.equal(weight.codes, rtn.quantize(before, weight.scheme, name="x").codes)
+    listed = report.to_dict()["under_seen_experts"]
+    tokens = {item["name"]: item["num_tokens"] for item in listed["experts"]}
+    assert listed["of"] == 48
+    assert listed["count"] == len(tokens)
+    for layer in range(2):
+        names = [f"model.layers.{layer}.block_sparse_moe.experts.{index}" for index in range(24)]
+        seen = {row.name: row.num_tokens for row in report.rows}
+        assert sum(seen[f"{name}.w1"] for name in names) == 64
+        assert all(tokens[name] == seen[f"{name}.w1"] for name in names if seen[f"{name}.w1"] < 64)
+
+
+def test_the_number_of_threads_changes_no_byte(tmp_path: Path) -> None:
+    source = write_tiny(tmp_path / "source", "qwen3_moe")
+    for threads in (1, 3):
+        quantize(source, tmp_path / f"out{threads}", **SMALL, threads=threads)
+    one, three = (tmp_path / f"out{threads}" for threads in (1, 3))
+    names = sorted(path.name for path in one.iterdir())
+    assert names == sorted(path.name for path in three.iterdir())
+    assert all((one / name).read_bytes() == (three / name).read_bytes() for name in names)
+
+
+def test_rounding_needs_no_calibration(tmp_path: Path) -> None:
+    source = write_tiny(tmp_path / "source", "qwen3_moe")
+    report = quantize(source, tmp_path / "out", algorithm="rtn", group_size=32)
+    assert report.under_seen_experts == {}
+    assert all(
+        isinstance(weight, QuantizedWeight) for weight in read_weights(tmp_path / "out").values()
+    )
+
+
+def row(name: str, num_tokens: int, scheme: str | None = "int4 g32 sym") -> ModuleRow:
+    return ModuleRow(name, 64, 32, scheme, num_tokens=num_tokens)
+
+
+def test_under_seen_counts_experts_not_linears() -> None:
+    rows = [
+        row("model.layers.0.self_attn.q_proj", 5),
+        row("model.layers.0.mlp.experts.0.gate_proj", 63),
+        row("model.layers.0.mlp.experts.0.up_proj", 63),
+        row("model.layers.0.mlp.experts.0.down_proj", 63),
+        row("model.layers.0.mlp.experts.1.gate_proj", 64),
+        row("model.layers.0.mlp.experts.2.gate_proj", 0, None),
+    ]
+    assert under_seen(rows) == {
+        "count": 1,
+        "of": 2,
+        "limit": "fewer calibration tokens than inputs",
+        "experts": [{"name": "model.layers.0.mlp.experts.0", "num_tokens": 63, "inputs": 64}],
+    }
