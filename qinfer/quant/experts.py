@@ -3,7 +3,8 @@
 The mathematics is that of `models.moe`. The quantized stream decides which tokens go to which
 expert, for the unquantized one too, so that the inputs of the two belong together. One expert after
 the other is solved, its outputs are added to the residual stream, and its weights are let go, so
-that of all experts only one is in memory in float32.
+that of all experts only one is in memory in float32. Its gate and up are computed a second time for
+that, rather than kept.
 """
 
 import re
@@ -43,7 +44,6 @@ class ExpertStages:
         self._attention = DenseStages(config, layer, rotary)
         self._hidden_size = config.hidden_size
         self._mixed_size = config.num_heads * config.head_dim
-        self._routings: dict[int, Routing] = {}  # by sample
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -78,7 +78,7 @@ class ExpertStages:
             stream.wide.write(sample, x)
             if stream.lead is None:
                 router = stream.weights[f"{self._moe.names.router}.weight"]
-                self._routings[sample] = route(F.linear(x, router), self._moe)
+                stream.routings[sample] = route(F.linear(x, router), self._moe)
         else:
             stream.residual.write(sample, self._with_output(stream, sample, expert - 1))
         return self._rows(stream, sample, expert)
@@ -87,18 +87,27 @@ class ExpertStages:
         """Return the gated activations of an expert's rows."""
         gate, up, _ = self._moe.names.expert(expert)
         x = self._rows(stream, sample, expert)
+        if not len(x):
+            return x.new_empty(0, self._moe.intermediate_size)
         return F.silu(linear(stream, gate, x), inplace=True).mul_(linear(stream, up, x))
 
     def _rows(self, stream: Stream, sample: int, expert: int) -> torch.Tensor:
-        rows = self._routings[sample].tokens(expert)
+        rows = _routing(stream, sample).tokens(expert)
         return stream.wide.read(sample, self._hidden_size)[rows]
 
     def _with_output(self, stream: Stream, sample: int, expert: int) -> torch.Tensor:
         """Return the residual stream with an expert's weighted outputs added to its rows."""
-        routing, down = self._routings[sample], self._moe.names.expert(expert)[2]
-        y = linear(stream, down, self._to_down(expert, stream, sample))
-        y *= routing.weights_of(expert).unsqueeze(-1)
-        return stream.residual.read(sample).index_add(0, routing.tokens(expert), y)
+        routing, down = _routing(stream, sample), self._moe.names.expert(expert)[2]
+        hidden = stream.residual.read(sample)
+        inner = self._to_down(expert, stream, sample)
+        if not len(inner):
+            return hidden
+        y = linear(stream, down, inner) * routing.weights_of(expert).unsqueeze(-1)
+        return hidden.index_add(0, routing.tokens(expert), y)
+
+
+def _routing(stream: Stream, sample: int) -> Routing:
+    return (stream.lead or stream).routings[sample]
 
 
 def under_seen(rows: Sequence[ModuleRow]) -> dict[str, Any]:

@@ -6,11 +6,12 @@ that a stage computes with the quantized weights of all stages before it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from qinfer.models.moe import Routing
 from qinfer.quant.activations import Rows
 
 
@@ -26,6 +27,8 @@ class Stream:
         wide: room for what linears read, as wide as the block asks for.
         lead: of the unquantized stream, the quantized one (whose choices, such as the routing to
             experts, count for both); None = this is the quantized one.
+        routings: which experts the tokens of each sample go through, in a block that has experts.
+        tap: sees name, input and output of every linear; None = nothing does.
     """
 
     weights: dict[str, torch.Tensor]
@@ -33,8 +36,11 @@ class Stream:
     residual: Rows
     wide: Rows
     lead: "Stream | None" = None
+    routings: dict[int, Routing] = field(default_factory=dict)
+    tap: "Tap | None" = None
 
 
+Tap = Callable[[str, torch.Tensor, torch.Tensor], None]
 ToInput = Callable[[Stream, int], torch.Tensor]  # (stream, sample) -> [tokens, in]
 
 
