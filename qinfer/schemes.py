@@ -24,12 +24,15 @@ class WeightScheme:
         symmetric: the zero point is fixed at `2**(bits - 1)` and not stored.
         act_order: columns were quantized in the order of descending Hessian diagonal. Groups are
             static (assigned before the reordering), so this changes no layout.
+        table: name of the table of values that codes are places in (`nf4`); None = codes are
+            multiples of the scale. No kernel runs codes of a table.
     """
 
     bits: int
     group_size: int | None
     symmetric: bool = True
     act_order: bool = False
+    table: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse widths and group sizes that no format carries."""
@@ -45,6 +48,8 @@ class WeightScheme:
     def __str__(self) -> str:
         """Return a short label such as `int4 g64 sym`."""
         group = "channel" if self.group_size is None else f"g{self.group_size}"
+        if self.table is not None:
+            return f"{self.table} {group}"
         return f"int{self.bits} {group} {'sym' if self.symmetric else 'asym'}"
 
 

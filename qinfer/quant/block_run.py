@@ -1,6 +1,7 @@
 """From the first unfinished block to the last: weights in, finished blocks out."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,8 @@ from qinfer.quant.commit import Committer, FinishedBlock
 from qinfer.quant.config import QuantizeConfig
 from qinfer.quant.hessian import check_finite
 from qinfer.quant.job import Job, Progress, block_name
-from qinfer.quant.solver import Solved, SolverOptions, round_to_nearest
+from qinfer.quant.report import ModuleRow
+from qinfer.quant.solver import Solved, SolverOptions, plain_row, round_to_nearest
 from qinfer.quant.stages import Stream
 from qinfer.quant.states import Advance, SampleStates, WriteRows, discard_stale
 from qinfer.quant.targets import Target
@@ -90,13 +92,26 @@ def round_blocks(job: Job, partial: PartialDirectory, workers: Workers, progress
                 progress.skip(samples=0, modules=len(wanted))
                 continue
 
-            def one(target: Target) -> Solved:
-                return round_to_nearest(target, job.source.tensor(f"{target.name}.weight"))
+            def one(target: Target) -> tuple[ModuleRow, Weights]:
+                return _rounded(job, target, job.source.tensor(f"{target.name}.weight"))
 
             results = workers.map(one, wanted)
-            for solved in results:
-                progress.module(solved.row)
-            committer.submit(_finished(job, layer, results))
+            tensors: Weights = {}
+            for row, made in results:
+                progress.module(row)
+                tensors |= made
+            rows = tuple(row for row, _ in results)
+            committer.submit(FinishedBlock(layer, tensors, rows))
+
+
+def _rounded(job: Job, target: Target, weight: torch.Tensor) -> tuple[ModuleRow, Weights]:
+    """Return a module's row and tensors, by their full names."""
+    if job.rounding is None:
+        solved = round_to_nearest(target, weight)
+        return solved.row, output.module_tensors(job.plan, target.name, solved.weight)
+    parts = job.rounding.quantize(weight, name=target.name)
+    row = replace(plain_row(target), error=job.rounding.error(weight, parts, name=target.name))
+    return row, {f"{target.name}.{part}": tensor for part, tensor in parts.items()}
 
 
 class CalibratedRun:

@@ -10,6 +10,7 @@ from qinfer.models.config import ModelConfig, linear_shapes
 from qinfer.models.load import HEAD, check_tensors
 from qinfer.models.rope import RotaryTable
 from qinfer.quant.blocks import block_stages
+from qinfer.quant.bnb import BnbRounding, make_rounding
 from qinfer.quant.config import QuantizeConfig
 from qinfer.quant.report import ModuleRow, QuantProgress
 from qinfer.quant.stages import BlockStages
@@ -20,12 +21,16 @@ OnProgress = Callable[[QuantProgress], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """A source, what to do with it, and what becomes of every linear."""
+    """A source, what to do with it, and what becomes of every linear.
+
+    `rounding` is set where the linears are rounded by bitsandbytes.
+    """
 
     source: Checkpoint
     model: ModelConfig
     config: QuantizeConfig
     plan: Plan
+    rounding: BnbRounding | None = None
 
     @property
     def num_run(self) -> int:
@@ -70,8 +75,12 @@ class Job:
     def planned_bytes(self) -> int:
         """Return the size of the checkpoint that will be written."""
         kept = sum(self.source.entries[name].num_bytes for name in self.kept_names())
-        sizes = (t.file_bytes(self.element_bytes) for t in self.plan.targets if t.scheme)
-        return kept + sum(sizes)
+        return kept + sum(self._file_bytes(item) for item in self.plan.targets if item.scheme)
+
+    def _file_bytes(self, target: Target) -> int:
+        if self.rounding is not None:
+            return self.rounding.file_bytes(target.in_features, target.out_features)
+        return target.file_bytes(self.element_bytes)
 
     def _is_tied_copy(self, name: str) -> bool:
         """Tell a head that the config says is the embedding: it is not written twice."""
@@ -97,7 +106,9 @@ def prepare(source: Checkpoint, config: QuantizeConfig) -> Job:
         )
     model = ModelConfig.from_dict(source.config)
     check_tensors(source, model)
-    return Job(source, model, config, make_plan(linear_shapes(model), config))
+    shapes = linear_shapes(model)
+    rounding = make_rounding(config, shapes)
+    return Job(source, model, config, make_plan(shapes, config), rounding)
 
 
 class Progress:

@@ -10,6 +10,7 @@ import torch
 from qinfer.formats import gptq as gptq_format
 from qinfer.formats import gptq_config
 from qinfer.formats.weight import QuantizedWeight
+from qinfer.quant import bnb
 from qinfer.quant.config import QuantizeConfig
 from qinfer.quant.targets import Plan
 
@@ -42,9 +43,7 @@ def json_files(
     source_config: dict[str, Any], plan: Plan, config: QuantizeConfig
 ) -> dict[str, dict[str, Any]]:
     """Return the JSON files that describe the checkpoint, by name."""
-    quantization = settings(plan, config)
     described = {key: value for key, value in source_config.items() if key != KV_RECORD}
-    described["quantization_config"] = quantization
     kv = config.kv_scheme()
     if kv is not None:
         described[KV_RECORD] = {
@@ -52,4 +51,10 @@ def json_files(
             "dtype": kv.dtype,
             "granularity": kv.granularity,
         }
-    return {"config.json": described, SETTINGS_NAME: quantization}
+    if config.algorithm in bnb.ALGORITHMS:
+        dtype = str(source_config.get("dtype") or source_config.get("torch_dtype") or "float32")
+        skipped = [target.name for target in plan.targets if target.scheme is None]
+        described["quantization_config"] = bnb.settings(config.algorithm, dtype, skipped)
+        return {"config.json": described}
+    described["quantization_config"] = settings(plan, config)
+    return {"config.json": described, SETTINGS_NAME: settings(plan, config)}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from qinfer.errors import ConfigError
 from qinfer.formats.gptq import misfit
+from qinfer.quant import bnb
 from qinfer.quant.config import AUTO_GROUP_SIZES, Override, QuantizeConfig
 from qinfer.schemes import WeightScheme
 
@@ -109,7 +110,8 @@ def make_plan(shapes: Mapping[str, tuple[int, int]], config: QuantizeConfig) -> 
             f"override {unused[0]!r} matches no module, or none that an earlier override left; "
             f"a module's name is like {next(iter(shapes))}"
         )
-    scheme = WeightScheme(
+    library_scheme = bnb.plan_scheme(config)
+    scheme = library_scheme or WeightScheme(
         bits=config.bits,
         group_size=_group_size(shapes, chosen, config),
         symmetric=not config.asym,
@@ -122,7 +124,8 @@ def make_plan(shapes: Mapping[str, tuple[int, int]], config: QuantizeConfig) -> 
         own = scheme if item is None else schemes[item]
         reason: str | None = OVERRIDDEN
         if own is not None:
-            problem = misfit(in_features, out_features, own)
+            fits_all = library_scheme is not None
+            problem = None if fits_all else misfit(in_features, out_features, own)
             reason = None if problem is None else f"{own}: {problem}"
         kept = own if reason is None else None
         targets.append(Target(name, in_features, out_features, kept, reason))
