@@ -97,4 +97,7 @@ class DenseStages:
 
 def linear(stream: Stream, name: str, x: torch.Tensor) -> torch.Tensor:
     """Apply the linear `name` of a stream to `x` `[tokens, in]`."""
-    return F.linear(x, stream.weights[name], stream.weights.get(f"{name}.bias"))
+    y = F.linear(x, stream.weights[name], stream.weights.get(f"{name}.bias"))
+    if stream.tap is not None:
+        stream.tap(name, x, y)
+    return y
