@@ -84,7 +84,7 @@ class QuantizeConfig:
             looks the same and runs as fast. Nothing to `rtn`.
         damp_percent: share of the mean Hessian diagonal that GPTQ adds to the diagonal.
         scale_search: how a group's scale is chosen: `absmax` covers its range, `mse` has the least
-            squared error of the weights, `hessian` that of the outputs.
+            squared error of the weights, `hessian` that of the outputs. Nothing to `rtn`.
         gptaq: calibrate against the inputs of the unquantized model (arXiv 2504.02692).
         target_bits: mean bits per weight of the linears, scales and zero points included; bits and
             group sizes are then chosen module by module. None = as `weights` and `group_size` say.
@@ -110,7 +110,7 @@ class QuantizeConfig:
     asym: bool = False
     act_order: bool = True
     damp_percent: float = DEFAULT_DAMP_PERCENT
-    scale_search: str = "absmax"
+    scale_search: str = "hessian"
     gptaq: bool = False
     target_bits: float | None = None
     target_size: int | None = None

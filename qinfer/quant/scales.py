@@ -11,7 +11,6 @@ import torch
 from qinfer.quant import rtn
 from qinfer.schemes import WeightScheme
 
-SCALE_SEARCHES = ("absmax", "mse", "hessian")
 SHRINKS = tuple(1 - 0.03 * step for step in range(14))  # of the range that a grid covers
 
 Loss = Callable[[torch.Tensor], torch.Tensor]  # rounding errors `[out, group]` to losses `[out]`

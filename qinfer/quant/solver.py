@@ -16,12 +16,13 @@ from qinfer.quant.report import ModuleRow
 from qinfer.quant.targets import Target
 from qinfer.schemes import WeightScheme
 
+_FINE_BITS = 8  # so many that clipping never pays and rounding hardly matters
 _PIECE_ELEMENTS = 1 << 21  # of a weight solved at a time: 8 MiB, several times over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverOptions:
-    """How weights are solved.
+    """How weights are solved. At 8 bits scales are not searched and passes not made.
 
     Args:
         damp_percent: share of the mean Hessian diagonal that is added to the diagonal.
@@ -33,8 +34,8 @@ class SolverOptions:
     """
 
     damp_percent: float = gptq.DEFAULT_DAMP_PERCENT
-    scale_search: str = "absmax"
-    passes: int = 0
+    scale_search: str = "hessian"
+    passes: int = 2
     gptaq: bool = False
 
 
@@ -172,9 +173,10 @@ def _solve_rows(
     if problem.damped is None:
         return rtn.quantize(W, scheme, name=name)
     wanted = _wanted(problem, W)
-    grid = _search(wanted, factor, scheme, options.scale_search, name)
+    fine = scheme.bits >= _FINE_BITS
+    grid = _search(wanted, factor, scheme, "absmax" if fine else options.scale_search, name)
     columns = gptq.solve_columns(wanted, factor, scheme, grid=grid, name=name)
-    if options.passes:
+    if options.passes and not fine:
         target = wanted.T.contiguous()
         columns = refine.descend(columns, target, problem.damped, scheme, passes=options.passes)
     return columns.weight(scheme)

@@ -1,5 +1,7 @@
 """From statistics to the quantized weights of a group of linears."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from qinfer.quant.solver import Solved, SolverOptions, solve_modules
 from qinfer.quant.targets import Target
 from qinfer.schemes import WeightScheme
 
+PLAIN = SolverOptions(scale_search="absmax", passes=0)
 BEST = SolverOptions(scale_search="hessian", passes=2)
 
 
@@ -36,7 +39,7 @@ def solve_one(
     return dict(solve_modules(stats, {"a": W}, {"a": target}, options))["a"]
 
 
-@pytest.mark.parametrize("options", [SolverOptions(), BEST])
+@pytest.mark.parametrize("options", [PLAIN, BEST])
 def test_solves_what_shares_an_input_in_order(options: SolverOptions) -> None:
     X = inputs()
     weights = {"b": weight(24, seed=1), "a": weight(16, seed=2)}
@@ -66,8 +69,8 @@ def test_passes_lower_the_error(group: int | None, bits: int, symmetric: bool) -
     W, stats = weight(32), gathered(inputs())
     scheme = WeightScheme(bits, group, symmetric=symmetric, act_order=True)
     steps = [
-        SolverOptions(),
-        SolverOptions(scale_search="hessian"),
+        PLAIN,
+        SolverOptions(scale_search="hessian", passes=0),
         SolverOptions(scale_search="hessian", passes=1),
         SolverOptions(scale_search="hessian", passes=3),
     ]
@@ -76,12 +79,12 @@ def test_passes_lower_the_error(group: int | None, bits: int, symmetric: bool) -
     assert errors[3] < 0.98 * errors[0]
 
 
-def test_without_options_it_is_plain_gptq() -> None:
-    X, W = inputs(), weight(16)
-    stats = gathered(X)
-    scheme = WeightScheme(4, 32, act_order=True)
+@pytest.mark.parametrize(("bits", "options"), [(4, PLAIN), (8, PLAIN), (8, BEST)])
+def test_without_search_and_passes_it_is_plain_gptq(bits: int, options: SolverOptions) -> None:
+    W, stats = weight(16), gathered(inputs())
+    scheme = WeightScheme(bits, 32, act_order=True)
     plain = gptq.solve(W, stats.matrix(), scheme)
-    result = solve_one(W, stats, scheme, SolverOptions())
+    result = solve_one(W, stats, scheme, options)
     assert torch.equal(result.weight.codes, plain.weight.codes)
     assert torch.equal(result.weight.scales, plain.weight.scales)
     assert result.row.error == plain.error
@@ -116,16 +119,14 @@ def test_gptaq_aims_at_the_least_squares_weight() -> None:
     assert float((W - expected).abs().max()) > 0.2
 
 
-@pytest.mark.parametrize(
-    "options", [SolverOptions(gptaq=True), SolverOptions(gptaq=True, passes=2)]
-)
+@pytest.mark.parametrize("options", [replace(PLAIN, gptaq=True), replace(BEST, gptaq=True)])
 def test_gptaq_makes_up_for_what_was_lost_before(options: SolverOptions) -> None:
     full = inputs()
     X = full + 0.1 * inputs(seed=1)
     W, scheme = weight(32), WeightScheme(4, 32, act_order=True)
     truth = W @ full.T
     aware = solve_one(W, gathered(X, full), scheme, options).weight.dequantize()
-    unaware = solve_one(W, gathered(X), scheme, SolverOptions()).weight.dequantize()
+    unaware = solve_one(W, gathered(X), scheme, PLAIN).weight.dequantize()
     lost = [float((found @ X.T - truth).square().sum()) for found in (aware, unaware)]
     assert lost[0] < 0.9 * lost[1]
 
@@ -139,7 +140,7 @@ def test_equal_bytes_whatever_the_threads() -> None:
     full = inputs(256, 600)
     stats = gathered(full + 0.1 * inputs(256, 600, seed=1), full)
     W, scheme = weight(64, 256), WeightScheme(4, 64, act_order=True)
-    options = SolverOptions(scale_search="hessian", passes=2, gptaq=True)
+    options = replace(BEST, gptaq=True)
     results = []
     before = torch.get_num_threads()
     try:
@@ -154,7 +155,7 @@ def test_equal_bytes_whatever_the_threads() -> None:
     assert results[0].row == results[1].row
 
 
-@pytest.mark.parametrize("options", [SolverOptions(), BEST])
+@pytest.mark.parametrize("options", [PLAIN, BEST])
 def test_rounds_with_the_reason_where_no_damping_works_g02(options: SolverOptions) -> None:
     W, scheme = weight(8), WeightScheme(4, 32)
     silent = solve_one(W, gathered(torch.zeros(20, 96)), scheme, options)
@@ -182,7 +183,7 @@ def test_zeros_stay_zero_g07() -> None:
     assert bool(torch.isfinite(dense).all())
 
 
-@pytest.mark.parametrize("options", [SolverOptions(), BEST])
+@pytest.mark.parametrize("options", [PLAIN, BEST])
 def test_what_cannot_be_solved_is_named_g05(options: SolverOptions) -> None:
     stats = gathered(inputs())
     for value, error in ((float("inf"), NonFiniteError), (1e7, QuantizationError)):
