@@ -136,7 +136,8 @@ def _check(tensor: torch.Tensor, shape: tuple[int, int], name: str, in_features:
 
 def _codes(words: torch.Tensor, out_features: int) -> torch.Tensor:
     """Return `[rows, out / 8]` words as signed codes `[out, rows]`, int16."""
-    lanes = unpack(words, _BITS, 1, words.shape[1] * _LANES).unflatten(1, (-1, _LANES))
+    lanes: torch.Tensor = unpack(words, _BITS, 1, words.shape[1] * _LANES)
+    lanes = lanes.unflatten(1, (-1, _LANES))  # [rows, words, lanes]
     order = torch.tensor(_LANE_OF, device=lanes.device)
-    ordered = lanes.index_select(2, order).flatten(1)[:, :out_features]
+    ordered: torch.Tensor = lanes.index_select(2, order).flatten(1)[:, :out_features]
     return ordered.T.to(torch.int16).sub_(_MIDDLE).contiguous()

@@ -14,7 +14,7 @@ from qinfer.formats.settings import ModuleFormat, QuantizationSettings, Rule
 from qinfer.schemes import WEIGHT_BITS, WeightScheme
 
 Version = Literal["gptq", "gptq_v2"]
-VERSIONS = ("gptq", "gptq_v2")
+VERSIONS: tuple[Version, ...] = ("gptq", "gptq_v2")
 _SYNONYMS = {
     "w_bit": "bits",
     "q_group_size": "group_size",
@@ -41,6 +41,7 @@ def config(
     version: Version,
     overrides: Mapping[str, WeightScheme | None] | None = None,
     desc_act: bool = False,
+    quantized_head: bool = False,
     meta: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the `quantization_config` object, also to be written as quantize_config.json.
@@ -51,6 +52,7 @@ def config(
         overrides: regex at the start of a module's name -> its scheme; None = left unquantized.
             Order counts: the first match wins.
         desc_act: whether g_idx is other than `k // group_size`; static-group act-order is not.
+        quantized_head: whether `lm_head` is quantized too.
         meta: how the weights were made (damping, true-sequential, …), for information only.
 
     Raises:
@@ -74,7 +76,7 @@ def config(
         "group_size": scheme.group_size or -1,
         "desc_act": desc_act,
         "sym": scheme.symmetric,
-        "lm_head": False,
+        "lm_head": quantized_head,
         "checkpoint_format": version,
         "format": version,
         "pack_dtype": "int32",

@@ -56,3 +56,30 @@ def textbook(weight: QuantizedWeight) -> torch.Tensor:
             code = torch.tensor(float(int(weight.codes[n, k]) - zero))
             dense[n, k] = weight.scales[n, k // size].float() * code
     return dense
+
+
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # AutoAWQ, WQLinear_GEMM: the output in each lane of a word
+
+
+def gemm_words(codes: torch.Tensor) -> torch.Tensor:
+    """Pack unsigned codes `[rows, out]` lane by lane, as AutoAWQ does."""
+    rows = []
+    for row in codes.tolist():
+        words = []
+        for at in range(0, len(row), 8):
+            word = 0
+            for lane, output in enumerate(ORDER):
+                word |= row[at + output] << (4 * lane)
+            words.append(word - (1 << 32) if word >= 1 << 31 else word)
+        rows.append(words)
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def gemm_tensors(weight: QuantizedWeight) -> dict[str, torch.Tensor]:
+    """Return AutoAWQ's tensors of an asymmetric 4-bit weight."""
+    assert weight.zeros is not None
+    return {
+        "qweight": gemm_words(weight.codes.T.int() + 8),
+        "qzeros": gemm_words(weight.zeros.T.int() + 8),
+        "scales": weight.scales.T.contiguous(),
+    }

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.checkpoints import edit_json, load_oracle, write_tiny
 from support.gguf_files import write_gguf
 from support.gptq_reader import dequantize_checkpoint
@@ -16,7 +16,12 @@ from support.quantized import quantize_directory
 
 from qinfer.checkpoint.reader import open_checkpoint
 from qinfer.cli.main import cli
-from qinfer.errors import CheckpointError, ConfigError, UnsupportedModelError
+from qinfer.errors import (
+    CheckpointError,
+    ConfigError,
+    QuantizationError,
+    UnsupportedModelError,
+)
 from qinfer.schemes import WeightScheme
 
 
@@ -63,6 +68,48 @@ def test_convert_keeps_quantized_weights(tmp_path: Path) -> None:
     before, after = (dequantize_checkpoint(path) for path in (source, tmp_path / "out"))
     assert before.keys() == after.keys()
     assert all((before[name] == after[name]).all() for name in before)
+
+
+def test_convert_to_another_format_prints_and_keeps_its_proof(tmp_path: Path) -> None:
+    source = write_tiny(tmp_path / "source")
+    quantize_directory(source, WeightScheme(4, 32))
+    shown = run("convert", source, "-o", tmp_path / "ct", "--format", "compressed-tensors")
+    assert shown == (
+        "gptq to pack-quantized: 14 of 14 modules equal bit for bit, worst difference 0; 7 other "
+        f"tensors unchanged\n{tmp_path / 'ct'}\n"
+    )
+    report = json.loads((tmp_path / "ct/convert_report.json").read_text())
+    assert (report["kind"], report["equal"], report["left_out"]) == ("conversion", 14, [])
+    assert inspect(tmp_path / "ct")["quantization"] == {
+        "method": "compressed-tensors", "format": "pack-quantized",
+        "modules": {"int4 g32 sym": 14}, "dense_linears": 0,
+    }  # fmt: skip
+    assert not (tmp_path / "ct/quantize_config.json").exists()
+    arguments = ["-o", tmp_path / "v2", "--format", "gptq", "--gptq-version", "v2"]
+    assert run("convert", tmp_path / "ct", *arguments).startswith("pack-quantized to gptq_v2: 14")
+    run("convert", tmp_path / "ct", "-o", tmp_path / "copy")
+    assert not (tmp_path / "copy/quantize_config.json").exists()
+    assert inspect(tmp_path / "copy")["quantization"] == inspect(tmp_path / "ct")["quantization"]
+
+
+def test_convert_says_why_a_format_cannot_carry_a_weight(tmp_path: Path) -> None:
+    source = write_tiny(tmp_path / "source")
+    quantize_directory(source, WeightScheme(4, 32))
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.g_idx"
+    tensors[name] = tensors[name].flip(0)
+    save_file(tensors, source / "model.safetensors")
+    command = ["convert", str(source), "-o", str(tmp_path / "out"), "--format"]
+    result = subprocess.run(
+        [sys.executable, "-c", "from qinfer.cli.main import main; main()", *command,
+         "compressed-tensors"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == QuantizationError.exit_code == 4
+    assert "1 of 14 modules cannot be written" in result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+    with pytest.raises(ConfigError, match="--gptq-version is about --format gptq"):
+        run("convert", source, "-o", tmp_path / "out", "--gptq-version", "v2")
 
 
 def test_convert_refuses_an_existing_output_at_once(tiny_llama: Path, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.weights import random_weight, textbook
+from support.weights import gemm_tensors, random_weight, textbook
 
 from qinfer.errors import CheckpointError
 from qinfer.formats import gptq
@@ -10,31 +10,6 @@ from qinfer.formats.settings import ModuleFormat
 from qinfer.formats.table import FORMATS, parse_settings
 from qinfer.formats.weight import QuantizedWeight
 from qinfer.schemes import WeightScheme
-
-ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # AutoAWQ, WQLinear_GEMM: the output in each lane of a word
-
-
-def gemm_words(codes: torch.Tensor) -> torch.Tensor:
-    """Pack unsigned codes `[rows, out]` lane by lane, as AutoAWQ does."""
-    rows = []
-    for row in codes.tolist():
-        words = []
-        for at in range(0, len(row), 8):
-            word = 0
-            for lane, output in enumerate(ORDER):
-                word |= row[at + output] << (4 * lane)
-            words.append(word - (1 << 32) if word >= 1 << 31 else word)
-        rows.append(words)
-    return torch.tensor(rows, dtype=torch.int32)
-
-
-def gemm_tensors(weight: QuantizedWeight) -> dict[str, torch.Tensor]:
-    assert weight.zeros is not None
-    return {
-        "qweight": gemm_words(weight.codes.T.int() + 8),
-        "qzeros": gemm_words(weight.zeros.T.int() + 8),
-        "scales": weight.scales.T.contiguous(),
-    }
 
 
 def read(tensors: dict[str, torch.Tensor], weight: QuantizedWeight) -> QuantizedWeight:
