@@ -12,6 +12,7 @@ from qinfer.schemes import WeightScheme
 
 _SCALE_BYTES = 2  # float16
 _INDEX_BYTES = 4  # g_idx, int32
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +100,9 @@ def make_plan(shapes: Mapping[str, tuple[int, int]], config: QuantizeConfig) -> 
         config: what was asked for.
 
     Raises:
-        ConfigError: an override matches nothing, nothing is left to quantize, or (under
-            `on_misfit=error`) shapes do not fit; the message lists every one of them.
+        ConfigError: an override matches nothing or only some experts of a layer, nothing is left
+            to quantize, or (under `on_misfit=error`) shapes do not fit; the message lists every
+            one of them.
     """
     overrides = config.parsed_overrides()
     chosen = {name: _override_of(name, overrides) for name in shapes}
@@ -129,12 +131,27 @@ def make_plan(shapes: Mapping[str, tuple[int, int]], config: QuantizeConfig) -> 
             reason = None if problem is None else f"{own}: {problem}"
         kept = own if reason is None else None
         targets.append(Target(name, in_features, out_features, kept, reason))
+    _check_experts(targets)
     plan = Plan(scheme, tuple(targets), tuple(schemes.items()))
     if plan.misfits and config.on_misfit == "error":
         raise ConfigError(_misfit_message(plan.misfits, shapes))
     if all(target.scheme is None for target in targets):
         raise ConfigError("nothing to quantize: every module is left as it is\n" + _lines(targets))
     return plan
+
+
+def _check_experts(targets: Sequence[Target]) -> None:
+    """Refuse another format for one expert than for its siblings: engines run them as one."""
+    firsts: dict[str, Target] = {}
+    for target in targets:
+        siblings, found = _EXPERT.subn(".experts.*.", target.name)
+        first = firsts.setdefault(siblings, target)
+        if found and first.scheme != target.scheme:
+            raise ConfigError(
+                f"{first.name} would be {first.scheme or 'unquantized'}, but {target.name} "
+                f"{target.scheme or 'unquantized'}; all experts of a layer run as one, so write "
+                "an override that matches each of them, such as 'experts=bits:8'"
+            )
 
 
 def _override_of(name: str, overrides: Sequence[Override]) -> Override | None:

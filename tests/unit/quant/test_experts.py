@@ -14,6 +14,7 @@ from support.checkpoints import load_oracle, write_tiny
 from support.steps import layout_of, run_chunked
 
 from qinfer.checkpoint.reader import open_checkpoint
+from qinfer.errors import ConfigError
 from qinfer.formats.weight import QuantizedWeight
 from qinfer.kvcache.pool import KVPool
 from qinfer.models.config import ModelConfig, linear_shapes
@@ -195,6 +196,27 @@ def test_rounding_needs_no_calibration(tmp_path: Path) -> None:
     assert all(
         isinstance(weight, QuantizedWeight) for weight in read_weights(tmp_path / "out").values()
     )
+
+
+@pytest.mark.parametrize("override", [r"experts\.1\.w2=bits:8", r"layers.1.*experts\.3=skip"])
+def test_an_expert_cannot_differ_from_its_siblings(tmp_path: Path, override: str) -> None:
+    source = write_tiny(tmp_path / "source", "mixtral")
+    with pytest.raises(ConfigError, match=r"experts\.0\.w\d would be int4 .* an override that"):
+        quantize(source, dry_run=True, group_size=32, overrides=(override,))
+
+
+def test_all_experts_of_a_layer_can_be_overridden(tmp_path: Path) -> None:
+    source = write_tiny(tmp_path / "source", "mixtral")
+    report = quantize(
+        source,
+        dry_run=True,
+        group_size=32,
+        overrides=(r"layers\.1\..*w2=bits:8", "layers.0.*experts=skip"),
+    )
+    schemes = {row.name.removeprefix("model.layers."): row.scheme for row in report.rows}
+    assert schemes["1.block_sparse_moe.experts.3.w2"] == "int8 g32 sym"
+    assert schemes["1.block_sparse_moe.experts.3.w1"] == "int4 g32 sym"
+    assert schemes["0.block_sparse_moe.experts.2.w2"] is None
 
 
 def row(name: str, num_tokens: int, scheme: str | None = "int4 g32 sym") -> ModuleRow:
