@@ -136,7 +136,8 @@ def run_row(row: Row, args: argparse.Namespace) -> dict[str, Any]:
     if row.engine is None:
         return entry
     print(f"measuring {row.name} ...", flush=True)
-    ruler = scoring.make_ruler(model.ruler, args.text, args.tokens, EXACT, args.work)
+    num_tokens = min(args.tokens, row.tokens)
+    ruler = scoring.make_ruler(model.ruler, args.text, num_tokens, EXACT, args.work)
     return entry | {
         "bits_per_weight": bits_per_weight(path),
         "checkpoint_sha256": checkpoint_sha256(path),

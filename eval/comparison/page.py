@@ -101,6 +101,7 @@ def _targets(record: Record) -> list[str]:
 
 def _rows(record: Record) -> list[str]:
     head = ["row", "bits", "KLD mean", "KLD p99", "same top token %", "perplexity", "unquantized"]
+    head.append("tokens scored")
     rows = []
     for row in ROWS:
         measured = record["rows"].get(row.name, {}).get("measured")
@@ -110,7 +111,8 @@ def _rows(record: Record) -> list[str]:
             perplexities = [measured[name] for name in ("perplexity", "perplexity_unquantized")]
             bits = _number(record["rows"][row.name].get("bits_per_weight"))
             cells = [*map(_number, figures), agree, *(f"{value:.3f}" for value in perplexities)]
-            rows.append([row.name, bits, *cells])
+            scored = str(record["rows"][row.name]["baseline"]["tokens_scored"])
+            rows.append([row.name, bits, *cells, scored])
     return table(head, rows)
 
 

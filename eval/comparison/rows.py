@@ -23,6 +23,7 @@ class Row:
         options: for the tool; of qinfer, its command line.
         model: the unquantized model.
         engine: how qinfer runs the checkpoint to measure it; None = it is only made.
+        tokens: measured on so many at most.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Row:
     options: Any = None
     model: str = SMOLLM2
     engine: dict[str, str] | None = field(default_factory=lambda: dict(EXACT))
+    tokens: int = 1 << 30
 
     @property
     def folder(self) -> str:
@@ -67,8 +69,8 @@ ROWS = (
     Row("INT8 KV, conditioned", "condition", engine=INT8_KV),
     Row("INT8 KV, outliers", "as it is", model=OUTLIERS, engine=INT8_KV),
     Row("INT8 KV, outliers, conditioned", "condition", model=OUTLIERS, engine=INT8_KV),
-    Row("INT8 KV, Qwen2.5", "as it is", model=QWEN, engine=INT8_KV),
-    Row("INT8 KV, Qwen2.5, conditioned", "condition", model=QWEN, engine=INT8_KV),
+    Row("INT8 KV, Qwen2.5", "as it is", model=QWEN, engine=INT8_KV, tokens=4096),
+    Row("INT8 KV, Qwen2.5, conditioned", "condition", model=QWEN, engine=INT8_KV, tokens=4096),
     _qinfer("INT4 g64, 1.1 B", *_G64, model=RANDOM_1B, engine=None),
 )
 

@@ -41,12 +41,14 @@ class Ours:
         name: for the table.
         options: of `quantize`.
         peers: who loads it.
+        refused: by an engine's name, part of its reason why it cannot run this: no failure of ours.
         engine: how qinfer runs it; int8 activations where the format asks for them.
     """
 
     name: str
     options: Mapping[str, Any]
     peers: tuple[Peer, ...]
+    refused: Mapping[str, str] = field(default_factory=dict)
     engine: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -93,14 +95,18 @@ _INT8 = {"weights": "int8", "group_size": -1}
 _G64 = {"group_size": 64}
 _G128 = {"group_size": 128}
 _W8A8 = _CT | _INT8 | {"input_activations": "int8"}
+_MIXED = _G64 | {"overrides": ("down_proj=bits:8",)}
+_MIXED_GROUPS = _G64 | {"overrides": ("down_proj=group_size:32",)}
+_NO_INT8 = {_VLLM.name: "Only types = [ScalarType.uint4b8] are supported"}
 
 OURS = (
     Ours("GPTQ v1, INT4 g64", _G64, (_GPTQMODEL, _VLLM)),
     Ours("GPTQ v1, INT4 g128", _G128, (_GPTQMODEL, _VLLM)),
-    Ours("GPTQ v1, INT8 per channel", _INT8, (_GPTQMODEL, _VLLM)),
+    Ours("GPTQ v1, INT8 per channel", _INT8, (_GPTQMODEL, _VLLM), _NO_INT8),
     Ours("GPTQ v1, INT3 g64", _G64 | {"weights": "int3"}, (_GPTQMODEL,)),
     Ours("GPTQ v1, INT2 g64", _G64 | {"weights": "int2"}, (_GPTQMODEL,)),
-    Ours("GPTQ v1, mixed", _G64 | {"overrides": ("down_proj=bits:8",)}, (_GPTQMODEL, _VLLM)),
+    Ours("GPTQ v1, INT4 g64 and INT8", _MIXED, (_GPTQMODEL, _VLLM), _NO_INT8),
+    Ours("GPTQ v1, INT4 g64 and g32", _MIXED_GROUPS, (_GPTQMODEL, _VLLM)),
     Ours("GPTQ v2, INT4 g64 asymmetric", _G64 | {"asym": True}, (_GPTQMODEL,)),
     Ours("pack-quantized, INT4 g64", _CT | _G64, (_TRANSFORMERS, _VLLM)),
     Ours("pack-quantized, INT4 g128", _CT | _G128, (_TRANSFORMERS, _VLLM)),

@@ -255,6 +255,8 @@ the checkpoint and on its unquantized source: a wrongly read checkpoint would di
 
 def _cells(row: dict[str, Any]) -> list[str]:
     engine = f"{row['engine']}, {row['dtype']}"
+    if "refused" in row:
+        return [row["checkpoint"], engine, f"the engine cannot: {row['refused']}", *[""] * 5]
     if "absent" in row:
         return [row["checkpoint"], engine, f"absent: {row['absent']}", *[""] * 5]
     if "error" in row:
