@@ -50,7 +50,8 @@ def command(model: str, *, as_json: bool, allow_pickle: bool, revision: str | No
     Architecture, parameters, types, quantization, size by part, recorded KV cache type,
     tokenizer and files.
     """
-    checkpoint = open_checkpoint(resolve_model(model, revision=revision), allow_pickle=allow_pickle)
+    path = resolve_model(model, revision=revision, gguf_weights="codes")
+    checkpoint = open_checkpoint(path, allow_pickle=allow_pickle)
     inspection = _inspect(checkpoint)
     if as_json:
         click.echo(json.dumps(_to_dict(inspection), indent=2))

@@ -4,11 +4,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
+from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
+from support import bnb_files
 from support.checkpoints import edit_json, load_oracle, write_tiny
 from support.gguf_files import write_gguf
 from support.gptq_reader import dequantize_checkpoint
@@ -184,6 +187,33 @@ def test_inspect_tells_why_a_model_cannot_run(tmp_path: Path) -> None:
     assert "llama" in report["refusal"]
     assert "tokenizer.json" in report["tokenizer"]["error"]
     assert "not runnable" in run("inspect", path)
+
+
+def test_inspect_tells_the_types_of_a_gguf_file(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("QINFER_CACHE", str(tmp_path / "cache"))
+    wide: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    source = write_tiny(tmp_path / "source", **wide)
+    kinds = {"self_attn": Kind.Q4_K, "down_proj": Kind.Q6_K, "_proj": Kind.Q8_0}
+    report = inspect(write_gguf(source, tmp_path / "m.gguf", "llama", by_name=kinds))
+    assert report["parameters"] == inspect(source)["parameters"]
+    assert report["quantization"] == {
+        "method": "gguf",
+        "format": "gguf",
+        "modules": {"Q4_K (int4 g32 asym)": 8, "Q6_K": 2, "Q8_0 (int8 g32 sym)": 4},
+        "dense_linears": 0,
+    }
+    assert report["parts"]["attention"]["bits_per_weight"] == 4.5
+    assert report["parts"]["mlp"]["bits_per_weight"] == round((2 * 8.5 + 6.5625) / 3, 3)
+
+
+def test_inspect_tells_a_model_of_bitsandbytes(tmp_path: Path, tiny_llama: Path) -> None:
+    path = write_tiny(tmp_path / "model")
+    bnb_files.quantize_directory(path, load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    report = inspect(path)
+    assert report["parameters"] == inspect(tiny_llama)["parameters"]
+    assert report["quantization"] == {
+        "method": "bitsandbytes", "format": "nf4", "modules": {"nf4": 14}, "dense_linears": 0,
+    }  # fmt: skip
 
 
 def test_inspect_reads_a_gguf_file(tiny_llama: Path, tmp_path: Path, monkeypatch) -> None:
