@@ -9,8 +9,8 @@ import click
 
 from qinfer.cli import console
 from qinfer.quant.condition_run import ConditionOptions, ConditionReport, condition
-from qinfer.quant.conditioner import RECORD_NAME, SEARCH_TOKENS, SEARCH_WINDOWS
-from qinfer.quant.conditioning import ALPHAS
+from qinfer.quant.conditioner import RECORD_NAME, SEARCH_TOKENS, SEARCH_WINDOWS, choice_label
+from qinfer.quant.conditioning import CHOICES
 from qinfer.report.jsonio import dump_json, write_atomic
 
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(ConditionOptions)}
@@ -86,15 +86,15 @@ def _show(report: ConditionReport) -> None:
     record = report.record
     rows = []
     for number, layer in enumerate(record.layers):
-        counts = Counter(layer.alphas)
-        chosen = [str(counts[alpha]) if counts[alpha] else "" for alpha in ALPHAS]
+        counts = Counter(layer.choices)
+        chosen = [str(counts[choice]) if counts[choice] else "" for choice in CHOICES]
         before, after = layer.relative_before, layer.relative_after
         rows.append([str(number), *chosen, f"{before:.3g}", f"{after:.3g}", _ratio(before, after)])
     console.show_table(
-        f"heads by alpha, and the relative squared error of attention with {record.kv} keys",
+        f"heads by alpha[/beta], and relative squared errors of attention with {record.kv} keys",
         [
             "layer",
-            *(f"alpha {alpha:g}" for alpha in ALPHAS),
+            *map(choice_label, CHOICES),
             "error before",
             "error after",
             "ratio",

@@ -18,6 +18,7 @@ from qinfer.checkpoint.reader import Checkpoint, open_checkpoint
 from qinfer.checkpoint.settings import KV_KEY, kv_config
 from qinfer.checkpoint.writer import CheckpointWriter
 from qinfer.errors import CheckpointError, ConfigError, UnsupportedModelError
+from qinfer.formats.kv_scales import is_kv_scale
 from qinfer.formats.weight import QuantizedWeight
 from qinfer.kvcache.inputs import ModelInputs
 from qinfer.kvcache.layout import KVLayout
@@ -52,7 +53,6 @@ _SETTINGS = (
 )
 # The tensor with a quantized weight's scales -> its dimension along the output.
 _SCALES = {"scales": 1, "weight_scale": 0}
-_STATIC_KEY_SCALES = (".k_scale", ".kv_scale")
 
 OnLayer = Callable[[int, int, str], None]  # layers done, layers in all, what came out
 
@@ -172,6 +172,7 @@ def condition(
         num_samples=chosen.num_samples,
         seq_len=chosen.seq_len,
         max_position=config.max_position,
+        render=tokenizer.render_chat if tokenizer.has_chat_template else None,
     )
     record = _write(source, config, scheme, samples, target, on_layer)
     return ConditionReport(
@@ -184,11 +185,11 @@ def condition(
 
 
 def _refuse_static_scales(source: Checkpoint) -> None:
-    static = [name for name in source.names() if name.endswith(_STATIC_KEY_SCALES)]
+    static = [name for name in source.names() if is_kv_scale(name)]
     if static:
         raise CheckpointError(
-            f"{source.path} holds FP8 key scales ({static[0]} and others) that were measured on "
-            "the keys as they are; condition the checkpoint before its KV scales are calibrated"
+            f"{source.path} holds static scales of the cache ({static[0]} and others), measured on "
+            "the keys as they are; condition the model before its KV scales are calibrated"
         )
 
 

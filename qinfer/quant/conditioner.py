@@ -18,7 +18,7 @@ from qinfer.models.config import ModelConfig
 from qinfer.models.layers import Weight
 from qinfer.models.rope import RotaryTable
 from qinfer.quant import conditioning
-from qinfer.quant.conditioning import ALPHAS, AttentionSample
+from qinfer.quant.conditioning import CHOICES, AttentionSample
 from qinfer.quant.gptq import single_thread
 from qinfer.schemes import KVScheme
 
@@ -41,7 +41,7 @@ class LayerConditioning:
     Args:
         exponents: per kv head (one row where all share it), log2 of the factor of every rotary
             pair: keys are divided by it, queries multiplied.
-        alphas: the exponent of the rms that was chosen, per row of `exponents`.
+        choices: (alpha, beta) that was chosen, per row of `exponents`.
         error_before: of the attention output with quantized keys, per kv head, all its queries.
         error_after: the same with the factors.
         energy: squares of the exact attention output, per kv head.
@@ -51,7 +51,7 @@ class LayerConditioning:
     """
 
     exponents: tuple[tuple[int, ...], ...]
-    alphas: tuple[float, ...]
+    choices: tuple[tuple[float, float], ...]
     error_before: tuple[float, ...]
     error_after: tuple[float, ...]
     energy: tuple[float, ...]
@@ -80,12 +80,9 @@ class LayerConditioning:
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> "LayerConditioning":
         """Read what `to_dict` gave."""
-        rows = {name: tuple(data[name]) for name in _PER_HEAD}
-        exponents = tuple(tuple(row) for row in data["exponents"])
-        return LayerConditioning(**{**data, **rows, "exponents": exponents})
-
-
-_PER_HEAD = ("alphas", "error_before", "error_after", "energy")
+        rows = {name: tuple(data[name]) for name in ("error_before", "error_after", "energy")}
+        nested = {name: tuple(map(tuple, data[name])) for name in ("exponents", "choices")}
+        return LayerConditioning(**{**data, **rows, **nested})
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,17 +101,17 @@ class ConditioningRecord:
     num_tokens: int
     layers: tuple[LayerConditioning, ...]
 
-    def alpha_counts(self) -> dict[str, int]:
-        """Return how often each alpha was chosen."""
-        chosen = [alpha for layer in self.layers for alpha in layer.alphas]
-        return {f"{alpha:g}": chosen.count(alpha) for alpha in ALPHAS}
+    def choice_counts(self) -> dict[str, int]:
+        """Return how often each (alpha, beta) was chosen, by its label."""
+        chosen = [choice for layer in self.layers for choice in layer.choices]
+        return {choice_label(choice): chosen.count(choice) for choice in CHOICES}
 
     def summary(self) -> dict[str, Any]:
         """Return the few lines that go into config.json."""
         return {
             "kv": self.kv,
             "num_tokens": self.num_tokens,
-            "alphas": self.alpha_counts(),
+            "choices": self.choice_counts(),
             "error_before": [_short(layer.relative_before) for layer in self.layers],
             "error_after": [_short(layer.relative_after) for layer in self.layers],
         }
@@ -127,7 +124,7 @@ class ConditioningRecord:
             "kv": self.kv,
             "num_windows": self.num_windows,
             "num_tokens": self.num_tokens,
-            "alphas": self.alpha_counts(),
+            "choices": self.choice_counts(),
             "layers": [layer.to_dict() for layer in self.layers],
         }
 
@@ -191,30 +188,31 @@ class Conditioner:
         shared = self._config.qk_norm
         with single_thread(), torch.inference_mode():
             samples = [self._sample(weights, window) for window in search_windows(hidden)]
-            rms = conditioning.pair_rms(samples, shared=shared)
+            sizes = conditioning.pair_sizes(samples, shared=shared)
             limits = _intersect(
-                conditioning.exponent_limits(scaled, *rms.shape),
+                conditioning.exponent_limits(scaled, *sizes.keys.shape),
                 conditioning.activation_limits(samples, shared=shared),
             )
-            candidates = conditioning.candidate_exponents(rms, limits)
+            candidates = conditioning.candidate_exponents(sizes, limits)
             errors = [
                 conditioning.attention_errors(
                     sample, candidates, self._scheme, self._config.windows[layer]
                 )
                 for sample in samples
             ]
-            squared = torch.stack([error.squared for error in errors]).sum(0)  # [alphas, kv heads]
+            squared = torch.stack([error.squared for error in errors]).sum(0)  # [choices, heads]
             energy = torch.stack([error.energy for error in errors]).sum(0)
             summed = squared.sum(1, keepdim=True) if shared else squared
             best = conditioning.choose(summed)  # [kv heads or 1]
             exponents = candidates[best, torch.arange(len(best))]
             after = squared[best.expand(squared.shape[1]), torch.arange(squared.shape[1])]
-            unclamped = conditioning.candidate_exponents(rms, conditioning.no_limits(*rms.shape))
+            free = conditioning.no_limits(*sizes.keys.shape)
+            unclamped = conditioning.candidate_exponents(sizes, free)
             wished = unclamped[best, torch.arange(len(best))]
             factors = conditioning.powers_of_two(exponents).repeat(1, 2)
             return LayerConditioning(
                 exponents=tuple(tuple(row) for row in exponents.tolist()),
-                alphas=tuple(ALPHAS[index] for index in best),
+                choices=tuple(CHOICES[index] for index in best),
                 error_before=tuple(squared[0].tolist()),
                 error_after=tuple(after.tolist()),
                 energy=tuple(energy.tolist()),
@@ -315,6 +313,12 @@ def plan_conditioning(
     if policy == "on":
         raise UnsupportedModelError(f"condition_kv on: the model cannot be conditioned: {reason}")
     return ConditioningPlan(notice=f"keys were not conditioned: {reason}")
+
+
+def choice_label(choice: tuple[float, float]) -> str:
+    """Return a short name: alpha, and beta behind a slash where there is one."""
+    alpha, beta = choice
+    return f"{alpha:g}/{beta:g}" if beta else f"{alpha:g}"
 
 
 def search_windows(windows: Sequence[Any]) -> list[Any]:

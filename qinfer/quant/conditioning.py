@@ -2,10 +2,12 @@
 
 A rotary pair of a key may be divided by any positive number if the same pair of the queries that
 meet it is multiplied by it: the rotation commutes with the factor and the scores stay the same
-(SmoothAttention, QServe, arXiv 2405.04532, section 4.2, where the exponent is fixed). Here the
-factors are `rms ** alpha` of the pair, rounded to powers of two, so that folding them into weights,
-scales, biases or norms changes no significant bit; alpha is searched per head by the error of
-the attention output under the very formula that stores keys.
+(SmoothAttention, QServe, arXiv 2405.04532, section 4.2, where the factor is a fixed power of the
+key). Here the factors are `rms(key) ** alpha / rms(query) ** beta` of the pair, rounded to powers
+of two, so that folding them into weights, scales, biases or norms changes no significant bit;
+alpha and beta are searched per head by the error of the attention output under the very formula
+that stores keys. Where alpha + beta = 1, what is stored does not depend on how a model happens to
+share the size of a pair between key and query, so an outlier of that kind leaves no trace.
 
 Tensors in, exponents out: nothing here knows of blocks, files or models. Factors are always given
 as exponents of two, int64 `[heads, head_dim / 2]`, where heads are kv heads or a single row that
@@ -21,7 +23,16 @@ from qinfer.errors import QuantizationError
 from qinfer.kernels.reference import dequantize_kv, quantize_kv
 from qinfer.schemes import KVScheme
 
-ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
+# (alpha, beta). The first is no factor at all, and wins ties.
+CHOICES = (
+    (0.0, 0.0),
+    (0.25, 0.0),
+    (0.5, 0.0),
+    (0.75, 0.0),
+    (1.0, 0.0),
+    (0.75, 0.25),
+    (0.5, 0.5),
+)
 # The first tokens of a text draw attention whatever they say, with keys unlike all others.
 SKIPPED_TOKENS = 4
 # Activations keep this far from the largest float16, in which other engines may run the model.
@@ -65,41 +76,57 @@ class HeadErrors:
     energy: torch.Tensor
 
 
-def pair_rms(samples: Sequence[AttentionSample], *, shared: bool) -> torch.Tensor:
-    """Return the root mean square of every rotary pair of the keys, both channels together.
+@dataclass(frozen=True, slots=True, eq=False)
+class PairSizes:
+    """Root mean squares of rotary pairs, both channels together, float64 `[heads, pairs]`.
+
+    Args:
+        keys: of a kv head, or of all.
+        queries: of the query heads that meet it.
+    """
+
+    keys: torch.Tensor
+    queries: torch.Tensor
+
+
+def pair_sizes(samples: Sequence[AttentionSample], *, shared: bool) -> PairSizes:
+    """Return the sizes of all rotary pairs over the tokens of all windows.
 
     Args:
         samples: windows; the first tokens of each are left out where there are others.
         shared: over all heads at once.
-
-    Returns:
-        float64 `[kv_heads, head_dim / 2]`, or `[1, head_dim / 2]`.
     """
     skipped = SKIPPED_TOKENS if any(len(s.k) > SKIPPED_TOKENS for s in samples) else 0
-    keys = torch.cat([sample.k[skipped:] for sample in samples])  # [tokens, kv_heads, dim]
-    squares: torch.Tensor = keys.double().square().unflatten(-1, (2, -1)).mean(dim=(0, 2))
-    return (squares.mean(0, keepdim=True) if shared else squares).sqrt()
+    heads = 1 if shared else samples[0].k.shape[1]
+
+    def rms(parts: list[torch.Tensor]) -> torch.Tensor:
+        vectors = torch.cat(parts)  # [tokens, heads, dim]
+        pairs = vectors.shape[-1] // 2
+        squares: torch.Tensor = vectors.double().square().view(len(vectors), heads, -1, pairs)
+        return squares.mean(dim=(0, 2)).sqrt()
+
+    return PairSizes(rms([s.k[skipped:] for s in samples]), rms([s.q[skipped:] for s in samples]))
 
 
-def candidate_exponents(rms: torch.Tensor, limits: Limits) -> torch.Tensor:
-    """Return the exponents of `rms ** alpha` for every alpha of `ALPHAS`.
+def candidate_exponents(sizes: PairSizes, limits: Limits) -> torch.Tensor:
+    """Return the exponents of the factors for each of `CHOICES`.
 
     The geometric mean of a head's factors is 1 before they are rounded to powers of two. A pair
     that is always zero has no say and gets none.
 
     Args:
-        rms: float64 `[heads, pairs]`.
+        sizes: of keys and queries.
         limits: what can be folded; exponents beyond are clamped.
 
     Returns:
-        int64 `[len(ALPHAS), heads, pairs]`.
+        int64 `[len(CHOICES), heads, pairs]`.
     """
-    alive = rms > 0
-    logs = torch.where(alive, rms, 1.0).log2()
-    mean = logs.sum(-1, keepdim=True) / alive.sum(-1, keepdim=True).clamp_min(1)
-    centred = torch.where(alive, logs - mean, 0.0)
+    alive = (sizes.keys > 0) & (sizes.queries > 0)
+    keys, queries = _centred_logs(sizes.keys, alive), _centred_logs(sizes.queries, alive)
     low, high = limits
-    return torch.stack([(alpha * centred).round().long().clamp(low, high) for alpha in ALPHAS])
+    return torch.stack(
+        [(alpha * keys - beta * queries).round().long().clamp(low, high) for alpha, beta in CHOICES]
+    )
 
 
 def attention_errors(
@@ -145,7 +172,7 @@ def restored_keys(k: torch.Tensor, exponents: torch.Tensor, scheme: KVScheme) ->
 
 
 def choose(errors: torch.Tensor) -> torch.Tensor:
-    """Return the index of the least error per column; the first of equals, so alpha 0 wins ties.
+    """Return the index of the least error per column; the first of equals, so no factor wins ties.
 
     Args:
         errors: float64 `[candidates, heads]`.
@@ -257,6 +284,13 @@ def _row_limits(tensor: torch.Tensor) -> Limits:
 def _exponent(positive: torch.Tensor) -> torch.Tensor:
     """Return `floor(log2(x))`, int64."""
     return torch.frexp(positive).exponent.long() - 1
+
+
+def _centred_logs(sizes: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
+    """Return log2 of the sizes less its mean over a head's pairs that are alive; 0 for others."""
+    logs = torch.where(alive, sizes, 1.0).log2()
+    mean = logs.sum(-1, keepdim=True) / alive.sum(-1, keepdim=True).clamp_min(1)
+    return torch.where(alive, logs - mean, 0.0)
 
 
 def _attend(

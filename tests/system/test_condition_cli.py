@@ -43,7 +43,7 @@ def test_shows_every_layer_and_writes_the_record(
         row = next(cells for cells in lines if cells[:1] == [str(number)])
         before = sum(layer["error_before"]) / sum(layer["energy"])
         assert f"{before:.3g}" in row
-        assert sum(int(cell) for cell in row[1:-3]) == 2  # heads by alpha
+        assert sum(int(cell) for cell in row[1:-3]) == 2  # kv heads
     assert "64 tokens of text.txt text" in captured.out
     assert record["calibration"]["source"] == "text.txt"
     kept = json.loads((out / RECORD_NAME).read_text())

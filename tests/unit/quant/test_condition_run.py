@@ -160,7 +160,7 @@ def test_the_record_stays_with_the_checkpoint(tmp_path: Path) -> None:
     assert rows == report.record.layers
     kv = json.loads((report.out / "config.json").read_text())["qinfer_kv_cache"]
     assert kv["conditioning"] == report.record.summary()
-    assert sum(kv["conditioning"]["alphas"].values()) == 2 * 2  # layers x kv heads
+    assert sum(kv["conditioning"]["choices"].values()) == 2 * 2  # layers x kv heads
     assert len(kv["conditioning"]["error_before"]) == 2
     scheme = open_checkpoint(report.out).kv_scheme
     assert scheme is not None

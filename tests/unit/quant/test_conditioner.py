@@ -21,18 +21,39 @@ from qinfer.quant.conditioner import (
     plan_conditioning,
     search_windows,
 )
-from qinfer.quant.conditioning import ALPHAS, pair_rms
+from qinfer.quant.conditioning import pair_sizes
 from qinfer.schemes import KV_SCHEMES
 
 INT8 = KV_SCHEMES["int8"]
 
 
+def centred_log2(vectors: torch.Tensor, *, shared: bool) -> torch.Tensor:
+    """Return log2 of the rms of every pair, less its mean, `[heads, pairs]`.
+
+    Args:
+        vectors: `[kv heads, tokens, dim]`; those of a group of query heads one after the other.
+        shared: over all heads at once.
+    """
+    half = vectors.shape[-1] // 2
+    squares = vectors.double().square()
+    rms = (squares[..., :half] + squares[..., half:]).div(2).mean(1)
+    logs = (rms.mean(0, keepdim=True) if shared else rms).sqrt().log2()
+    return logs - logs.mean(-1, keepdim=True)
+
+
 @pytest.mark.parametrize("variant", [*VARIANTS, *MOE_VARIANTS])
-def test_keys_and_values_are_those_of_transformers(variant: str, tmp_path: Path) -> None:
-    """The oracle's cache after layer 0, and its largest numbers in the row of the record."""
+def test_what_attention_reads_is_that_of_transformers(variant: str, tmp_path: Path) -> None:
+    """The oracle's queries and its cache after layer 0, by what the row of the record says.
+
+    Queries are taken before the rotation, which changes no pair's size.
+    """
     family, overrides = (VARIANTS | MOE_VARIANTS)[variant]
     path = write_tiny(tmp_path / "model", family, **overrides)
     model = load_oracle(path)
+    attention = model.model.layers[0].self_attn
+    seen: list[torch.Tensor] = []
+    source = attention.q_norm if "qwen3" in variant else attention.q_proj
+    source.register_forward_hook(lambda _, __, output: seen.append(output))
     cache: Any = transformers.DynamicCache()
     with torch.no_grad():
         model(torch.tensor([IDS]), cache=cache, use_cache=True)
@@ -40,22 +61,20 @@ def test_keys_and_values_are_those_of_transformers(variant: str, tmp_path: Path)
     checkpoint = open_checkpoint(path)
     config = ModelConfig.from_dict(checkpoint.config)
     weights = block_weights(checkpoint, config, 0)
+    queries = seen[0].view(len(IDS), config.num_kv_heads, -1, config.head_dim)
+    queries = queries.permute(1, 2, 0, 3)[:, :, 4:].flatten(1, 2)  # [kv heads, group * tokens, dim]
     hidden = checkpoint.tensor("model.embed_tokens.weight")[torch.tensor(IDS)]
     block = Conditioner(config, INT8).condition(0, weights, [hidden])
-    half = config.head_dim // 2
     factors = torch.tensor(block.row.exponents).double().exp2().repeat(1, 2).unsqueeze(1)
     assert block.row.k_amax == pytest.approx(float((keys / factors).abs().max()), rel=1e-4)
     assert block.row.v_amax == pytest.approx(float(values.abs().max()), rel=1e-4)
-    squares = keys[:, 4:].double().square()
-    rms = (squares[..., :half] + squares[..., half:]).div(2).mean(1)
-    rms = (rms.mean(0, keepdim=True) if config.qk_norm else rms).sqrt()
-    logs = rms.log2() - rms.log2().mean(-1, keepdim=True)
-    for head, (alpha, exponents) in enumerate(
-        zip(block.row.alphas, block.row.exponents, strict=True)
+    keys_log = centred_log2(keys[:, 4:], shared=config.qk_norm)
+    queries_log = centred_log2(queries, shared=config.qk_norm)
+    for head, (choice, exponents) in enumerate(
+        zip(block.row.choices, block.row.exponents, strict=True)
     ):
-        expected = alpha * logs[head]
+        expected = choice[0] * keys_log[head] - choice[1] * queries_log[head]
         assert (torch.tensor(exponents) - expected).abs().max() < 0.501
-        assert alpha in ALPHAS
 
 
 def test_windows_are_evenly_spread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,8 +85,16 @@ def test_windows_are_evenly_spread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_layer_survives_json() -> None:
-    row = LayerConditioning(((0, 1), (-2, 0)), (0.5, 1.0), (2.0, 1.0), (0.5, 0.25), (8.0, 4.0),
-                            3, 1.5, 2.5)  # fmt: skip
+    row = LayerConditioning(
+        exponents=((0, 1), (-2, 0)),
+        choices=((0.5, 0.5), (1.0, 0.0)),
+        error_before=(2.0, 1.0),
+        error_after=(0.5, 0.25),
+        energy=(8.0, 4.0),
+        num_clamped=3,
+        k_amax=1.5,
+        v_amax=2.5,
+    )
     assert LayerConditioning.from_dict(json.loads(json.dumps(row.to_dict()))) == row
     assert row.relative_before == 3 / 12
     assert row.relative_after == 0.75 / 12
@@ -133,11 +160,13 @@ def test_on_refuses_what_cannot_be_done(tiny_llama: Path) -> None:
         plan("on", tiny_llama, "int8", changes={"kv_lora_rank": 8})
 
 
-def test_rms_of_one_head_model_is_the_shared_one(tmp_path: Path) -> None:
+def test_sizes_of_a_model_of_one_kv_head_are_the_shared_ones(tmp_path: Path) -> None:
     """With a single kv head, factors per head and per layer are the same thing."""
     path = write_tiny(tmp_path / "model", "llama", num_key_value_heads=1)
     checkpoint = open_checkpoint(path)
     config = ModelConfig.from_dict(checkpoint.config)
     conditioner = Conditioner(config, INT8)
     sample = conditioner._sample(block_weights(checkpoint, config, 0), torch.randn(20, 64))
-    assert torch.allclose(pair_rms([sample], shared=True), pair_rms([sample], shared=False))
+    shared, apart = (pair_sizes([sample], shared=flag) for flag in (True, False))
+    assert torch.allclose(shared.keys, apart.keys)
+    assert torch.allclose(shared.queries, apart.queries)

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from qinfer.errors import QuantizationError
 from qinfer.quant.conditioning import (
-    ALPHAS,
+    CHOICES,
     AttentionSample,
+    PairSizes,
     activation_limits,
     attention_errors,
     candidate_exponents,
@@ -18,7 +19,7 @@ from qinfer.quant.conditioning import (
     exponent_limits,
     fold,
     no_limits,
-    pair_rms,
+    pair_sizes,
     powers_of_two,
     restored_keys,
 )
@@ -109,42 +110,73 @@ def test_restored_keys_without_factors_are_those_of_the_cache() -> None:
             assert keys[token, head].tolist() == pytest.approx(expected, rel=1e-6)
 
 
-def test_rms_joins_both_channels_and_leaves_out_the_first_tokens() -> None:
+def test_sizes_join_both_channels_and_leave_out_the_first_tokens() -> None:
     sample = make_sample()
     sample.k[:4] = 1e6
-    rms = pair_rms([sample, make_sample(seed=1)], shared=False)
-    keys = torch.cat([sample.k[4:], make_sample(seed=1).k[4:]])
-    for head in range(2):
-        for pair in range(4):
-            values = [*keys[:, head, pair].tolist(), *keys[:, head, pair + 4].tolist()]
-            expected = math.sqrt(sum(x * x for x in values) / len(values))
-            assert float(rms[head, pair]) == pytest.approx(expected)
-    shared = pair_rms([sample, make_sample(seed=1)], shared=True)
-    assert shared.shape == (1, 4)
-    assert torch.allclose(shared[0].square(), rms.square().mean(0))
+    sample.q[:4] = 1e6
+    others = make_sample(seed=1)
+    sizes = pair_sizes([sample, others], shared=False)
+    for found, parts, group in (
+        (sizes.keys, (sample.k, others.k), 1),
+        (sizes.queries, (sample.q, others.q), 2),
+    ):
+        vectors = torch.cat([part[4:] for part in parts])
+        for head in range(2):
+            own = vectors[:, head * group : (head + 1) * group]
+            for pair in range(4):
+                values = own[:, :, [pair, pair + 4]].flatten().tolist()
+                expected = math.sqrt(sum(x * x for x in values) / len(values))
+                assert float(found[head, pair]) == pytest.approx(expected)
+    shared = pair_sizes([sample, others], shared=True)
+    assert shared.keys.shape == shared.queries.shape == (1, 4)
+    assert torch.allclose(shared.keys[0].square(), sizes.keys.square().mean(0))
+    assert torch.allclose(shared.queries[0].square(), sizes.queries.square().mean(0))
 
 
 def test_windows_of_a_few_tokens_still_count() -> None:
     sample = make_sample(tokens=3)
     expected = sample.k.double().square().unflatten(-1, (2, 4)).mean((0, 2)).sqrt()
-    assert torch.allclose(pair_rms([sample], shared=False), expected)
+    assert torch.allclose(pair_sizes([sample], shared=False).keys, expected)
 
 
-def test_candidates_are_rounded_powers_of_the_rms() -> None:
-    rms = torch.tensor([[1.0, 64.0, 0.125, 1.0], [3.0, 3.0, 3.0, 3.0]], dtype=torch.float64)
-    candidates = candidate_exponents(rms, no_limits(2, 4))
-    mean = sum(math.log2(x) for x in rms[0].tolist()) / 4
-    for index, alpha in enumerate(ALPHAS):
-        expected = [round(alpha * (math.log2(x) - mean)) for x in rms[0].tolist()]
+def sizes_of(keys: list[list[float]], queries: list[list[float]]) -> PairSizes:
+    return PairSizes(
+        torch.tensor(keys, dtype=torch.float64), torch.tensor(queries, dtype=torch.float64)
+    )
+
+
+def test_candidates_are_rounded_powers_of_the_sizes() -> None:
+    keys, queries = [1.0, 64.0, 0.125, 1.0], [8.0, 0.5, 32.0, 2.0]
+    sizes = sizes_of([keys, [3.0] * 4], [queries, [5.0] * 4])
+    candidates = candidate_exponents(sizes, no_limits(2, 4))
+    key_mean, query_mean = (sum(map(math.log2, x)) / 4 for x in (keys, queries))
+    for index, (alpha, beta) in enumerate(CHOICES):
+        expected = [
+            round(alpha * (math.log2(k) - key_mean) - beta * (math.log2(q) - query_mean))
+            for k, q in zip(keys, queries, strict=True)
+        ]
         assert candidates[index, 0].tolist() == expected
         assert candidates[index, 1].tolist() == [0] * 4  # nothing to even out
     assert candidates[0].eq(0).all()
 
 
+def test_what_a_model_moved_from_queries_to_keys_is_moved_back() -> None:
+    """Where alpha + beta = 1, a factor planted in a pair comes out again, times the same rest."""
+    before = sizes_of([[1.0, 3.0, 0.7, 2.0]], [[1.0, 0.4, 5.0, 1.0]])
+    after = sizes_of([[1.0, 3.0 * 2**8, 0.7, 2.0]], [[1.0, 0.4 / 2**8, 5.0, 1.0]])
+    moved = candidate_exponents(after, no_limits(1, 4)) - candidate_exponents(
+        before, no_limits(1, 4)
+    )
+    for (alpha, beta), row in zip(CHOICES, moved[:, 0].tolist(), strict=True):
+        if alpha + beta == 1:  # in relation to the other pairs
+            assert [x - row[0] for x in row] == [0, 8, 0, 0]
+
+
 def test_a_pair_that_is_always_zero_gets_no_factor_and_has_no_say() -> None:
-    rms = torch.tensor([[0.0, 4.0, 16.0, 8.0], [0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
-    candidates = candidate_exponents(rms, no_limits(2, 4))
-    assert candidates[-1].tolist() == [[0, -1, 1, 0], [0, 0, 0, 0]]
+    sizes = sizes_of([[0.0, 4.0, 16.0, 8.0, 1.0], [0.0] * 5], [[1.0] * 4 + [0.0]] * 2)
+    index = CHOICES.index((1.0, 0.0))
+    candidates = candidate_exponents(sizes, no_limits(2, 5))
+    assert candidates[index].tolist() == [[0, -1, 1, 0, 0], [0] * 5]
 
 
 def test_the_least_error_is_chosen_and_no_factor_wins_ties() -> None:
@@ -243,13 +275,13 @@ def test_an_outlier_pair_is_found_and_evened_out() -> None:
     plain = attention_errors(sample, torch.zeros(1, 2, 16, dtype=torch.int64), INT8, None)
     sample.k[:, 0, [1, 17]] *= 64
     sample.q[:, :2, [1, 17]] /= 64
-    candidates = candidate_exponents(pair_rms([sample], shared=False), no_limits(2, 16))
+    candidates = candidate_exponents(pair_sizes([sample], shared=False), no_limits(2, 16))
     errors = attention_errors(sample, candidates, INT8, None).squared
     best = choose(errors)
     after = errors[best, torch.arange(2)]
     assert (after <= errors[0]).all()
     assert after[0] < 1.5 * plain.squared[0, 0] < 0.1 * errors[0, 0]
-    assert ALPHAS[int(best[0])] == 1
+    assert sum(CHOICES[int(best[0])]) == 1
 
 
 def test_powers_are_exact() -> None:
