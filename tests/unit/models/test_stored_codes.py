@@ -10,13 +10,14 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFReader, quants
 from safetensors.torch import load_file, save_file
 from support.bnb_files import quantize_directory
-from support.checkpoints import write_tiny
+from support.checkpoints import load_oracle, write_tiny
 from support.decoders import IDS, oracle
 from support.gguf_files import write_gguf
 from support.steps import layout_of, run_chunked
 
 from qinfer.checkpoint.gguf import convert, unpermute
 from qinfer.checkpoint.gguf_config import hf_name
+from qinfer.checkpoint.hub import demo_model, resolve_model
 from qinfer.checkpoint.reader import open_checkpoint
 from qinfer.errors import CheckpointError
 from qinfer.kvcache.pool import KVPool
@@ -51,6 +52,20 @@ def with_weights(path: Path, weights: dict[str, torch.Tensor]) -> Path:
     return path
 
 
+def dequantized(file: Path, *, num_heads: int, num_kv_heads: int) -> dict[str, torch.Tensor]:
+    """Return the linears of a GGUF file as the library dequantizes them, float32, by name."""
+    heads = {"q_proj": num_heads, "k_proj": num_kv_heads}
+    weights = {}
+    for tensor in GGUFReader(file).tensors:
+        name = hf_name(tensor.name).removesuffix(".weight")
+        part = name.rpartition(".")[2]
+        if part in TYPES:
+            values = quants.dequantize(tensor.data, tensor.tensor_type)
+            values = unpermute(values, heads[part]) if part in heads else values
+            weights[name] = torch.from_numpy(values)
+    return weights
+
+
 @pytest.fixture(scope="module")
 def blocks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
     """A GGUF of many types as codes, and the logits of its dequantized weights."""
@@ -64,16 +79,9 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor
     source = write_tiny(folder / "source", dtype=torch.bfloat16, **wide)
     plain = write_tiny(folder / "plain", **wide)
     file = write_gguf(plain, folder / "m.gguf", "llama", by_name=TYPES)
-    dense = {}
-    for tensor in GGUFReader(file).tensors:
-        name = hf_name(tensor.name).removesuffix(".weight")
-        if name.rpartition(".")[2] in TYPES:
-            values = quants.dequantize(tensor.data, tensor.tensor_type)
-            heads = {"q_proj": 4, "k_proj": 2}.get(name.rpartition(".")[2])
-            values = values if heads is None else unpermute(values, heads)
-            dense[name] = torch.from_numpy(values)
     convert(file, folder / "codes", keep_codes=True)
-    return folder / "codes", oracle(with_weights(source, dense), IDS)
+    weights = dequantized(file, num_heads=4, num_kv_heads=2)
+    return folder / "codes", oracle(with_weights(source, weights), IDS)
 
 
 def test_gguf_codes_run_as_their_dense_weights(blocks: tuple[Path, torch.Tensor]) -> None:
@@ -83,6 +91,23 @@ def test_gguf_codes_run_as_their_dense_weights(blocks: tuple[Path, torch.Tensor]
     assert (logits_of(decoder) - expected).abs().max() < 2e-4
     reference = load_decoder(open_checkpoint(path), dtype="float32")
     assert (logits_of(reference) - expected).abs().max() < 2e-4
+
+
+@pytest.mark.slow
+def test_demo_model_runs_on_its_codes(smollm2: Path) -> None:
+    file = Path(demo_model())
+    path = resolve_model(file, gguf_weights="codes")
+    ids = list(range(100, 180))
+    model: Any = load_oracle(smollm2).float()
+    for name, weight in dequantized(file, num_heads=9, num_kv_heads=3).items():
+        model.get_submodule(name).weight.data.copy_(weight)
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0]
+    decoder = load_model(open_checkpoint(path), EXACT)
+    pool = KVPool(layout_of(decoder.config), 5)
+    assert (run_chunked(decoder, ids, [80], pool, range(5)) - expected).abs().max() < 2e-4
+    rows = decoder.kernels(layout_of(decoder.config))
+    assert sum("int4 g32 asym" in row.description for row in rows) == 30 * 4  # q, k, v are one
 
 
 def test_int8_activations_come_close(blocks: tuple[Path, torch.Tensor]) -> None:
