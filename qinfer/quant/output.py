@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from qinfer.formats import gptq as gptq_format
-from qinfer.formats import gptq_config
+from qinfer.formats.output import HEAD, OutputFacts
 from qinfer.formats.weight import QuantizedWeight
 from qinfer.quant import bnb
 from qinfer.quant.config import QuantizeConfig
@@ -16,13 +15,13 @@ from qinfer.quant.targets import Plan
 
 KV_RECORD = "qinfer_kv_cache"
 KV_RECORD_VERSION = 1
-SETTINGS_NAME = "quantize_config.json"
+# Linears too in the classes of other engines, and never quantized.
+_ROUTERS = (r"re:.*\.mlp\.gate$", r"re:.*\.block_sparse_moe\.gate$")
 
 
 def module_tensors(plan: Plan, name: str, weight: QuantizedWeight) -> dict[str, torch.Tensor]:
     """Return the tensors of a quantized linear by their full names."""
-    version = gptq_config.preferred_version(plan.scheme)
-    tensors = gptq_format.to_tensors(weight, version=version)
+    tensors = plan.form.to_tensors(weight)
     return {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}
 
 
@@ -31,11 +30,15 @@ def settings(plan: Plan, config: QuantizeConfig) -> dict[str, Any]:
     meta: dict[str, Any] = {"method": config.algorithm, "true_sequential": config.calibrated}
     if config.calibrated:
         meta["damp_percent"] = config.damp_percent
-    return gptq_config.config(
-        plan.scheme,
-        version=gptq_config.preferred_version(plan.scheme),
-        overrides=plan.file_overrides(),
-        meta=meta,
+    experts = any(".experts." in target.name for target in plan.targets)
+    return plan.form.settings(
+        OutputFacts(
+            scheme=plan.scheme,
+            modules={target.name: target.scheme for target in plan.targets},
+            ignored=(HEAD, *(_ROUTERS if experts else ())),
+            patterns=plan.file_overrides(),
+            meta=meta,
+        )
     )
 
 
@@ -57,4 +60,5 @@ def json_files(
         described["quantization_config"] = bnb.settings(config.algorithm, dtype, skipped)
         return {"config.json": described}
     described["quantization_config"] = settings(plan, config)
-    return {"config.json": described, SETTINGS_NAME: settings(plan, config)}
+    beside = dict.fromkeys(plan.form.side_files, described["quantization_config"])
+    return {"config.json": described, **beside}

@@ -2,16 +2,15 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qinfer.errors import ConfigError
-from qinfer.formats.gptq import misfit
+from qinfer.formats.output import GPTQOutput, OutputFormat, output_format
 from qinfer.quant import bnb
 from qinfer.quant.config import AUTO_GROUP_SIZES, Override, QuantizeConfig
 from qinfer.schemes import WeightScheme
 
-_SCALE_BYTES = 2  # float16
-_INDEX_BYTES = 4  # g_idx, int32
+_GPTQ = GPTQOutput("gptq")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -25,6 +24,7 @@ class Target:
         out_features: rows of its weight.
         scheme: how it is quantized; None = it stays as it is.
         reason: why it stays as it is.
+        form: the format that it is written in.
     """
 
     name: str
@@ -32,6 +32,7 @@ class Target:
     out_features: int
     scheme: WeightScheme | None
     reason: str | None = None
+    form: OutputFormat = _GPTQ
 
     def dense_bytes(self, element_bytes: int) -> int:
         """Return the size of the weight as it was."""
@@ -41,15 +42,7 @@ class Target:
         """Return the size of the weight's tensors in the checkpoint that is written."""
         if self.scheme is None:
             return self.dense_bytes(element_bytes)
-        groups = self.scheme.num_groups(self.in_features)
-        codes = self.in_features * self.out_features * self.scheme.bits // 8
-        zeros = groups * self.out_features * self.scheme.bits // 8
-        return (
-            codes
-            + zeros
-            + groups * self.out_features * _SCALE_BYTES
-            + self.in_features * (_INDEX_BYTES)
-        )
+        return self.form.num_bytes(self.in_features, self.out_features, self.scheme)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +52,7 @@ class Plan:
     scheme: WeightScheme
     targets: tuple[Target, ...]
     overrides: tuple[tuple[Override, WeightScheme | None], ...]
+    form: OutputFormat = _GPTQ
 
     @property
     def misfits(self) -> tuple[Target, ...]:
@@ -82,9 +76,7 @@ class Plan:
         """Return how much larger the misfits make the checkpoint."""
         return sum(
             target.dense_bytes(element_bytes)
-            - Target(target.name, target.in_features, target.out_features, self.scheme).file_bytes(
-                element_bytes
-            )
+            - replace(target, scheme=self.scheme).file_bytes(element_bytes)
             for target in self.misfits
         )
 
@@ -120,6 +112,9 @@ def make_plan(shapes: Mapping[str, tuple[int, int]], config: QuantizeConfig) -> 
         act_order=config.act_order and config.algorithm == "gptq",
     )
     schemes = {item: _apply(item, scheme) for item in overrides}
+    form = output_format(
+        config.format, symmetric=not config.asym, input_activations=config.input_activations
+    )
     targets = []
     for name, (in_features, out_features) in shapes.items():
         item = chosen[name]
@@ -127,12 +122,12 @@ def make_plan(shapes: Mapping[str, tuple[int, int]], config: QuantizeConfig) -> 
         reason: str | None = OVERRIDDEN
         if own is not None:
             fits_all = library_scheme is not None
-            problem = None if fits_all else misfit(in_features, out_features, own)
+            problem = None if fits_all else form.misfit(in_features, out_features, own)
             reason = None if problem is None else f"{own}: {problem}"
         kept = own if reason is None else None
-        targets.append(Target(name, in_features, out_features, kept, reason))
+        targets.append(Target(name, in_features, out_features, kept, reason, form))
     _check_experts(targets)
-    plan = Plan(scheme, tuple(targets), tuple(schemes.items()))
+    plan = Plan(scheme, tuple(targets), tuple(schemes.items()), form)
     if plan.misfits and config.on_misfit == "error":
         raise ConfigError(_misfit_message(plan.misfits, shapes))
     if all(target.scheme is None for target in targets):
