@@ -13,11 +13,13 @@ from support.outliers import add_key_bias, plant_outliers
 from support.quantized import quantize_directory
 
 from qinfer import LLM
+from qinfer.checkpoint.convert import convert_format
 from qinfer.checkpoint.reader import open_checkpoint
 from qinfer.checkpoint.settings import read_kv_scheme
 from qinfer.errors import CheckpointError, ConfigError, NonFiniteError, UnsupportedModelError
+from qinfer.formats.weight import QuantizedWeight
 from qinfer.quant import conditioner
-from qinfer.quant.condition_run import ConditionReport, condition
+from qinfer.quant.condition_run import ConditionReport, _scales_of, condition
 from qinfer.schemes import WeightScheme
 
 SOME: dict[str, Any] = {"num_samples": 2, "seq_len": 64}
@@ -82,7 +84,9 @@ def test_logits_stay_the_same_to_the_bit(variant: str, dtype: torch.dtype, tmp_p
 def test_no_head_gets_worse_and_planted_outliers_go(variant: str, tmp_path: Path) -> None:
     source = write_variant(tmp_path / "model", variant)
     record = condition(source, tmp_path / "out", **SOME).record
-    for layer in record.layers:
+    plain = write_tiny(tmp_path / "plain", VARIANTS[variant][0], **VARIANTS[variant][1])
+    without = condition(plain, tmp_path / "without", **SOME).record
+    for layer, bare in zip(record.layers, without.layers, strict=True):
         if "qwen3" in variant:  # all heads share their factors
             assert len(layer.exponents) == 1
             assert sum(layer.error_after) <= sum(layer.error_before)
@@ -90,6 +94,7 @@ def test_no_head_gets_worse_and_planted_outliers_go(variant: str, tmp_path: Path
             pairs = zip(layer.error_after, layer.error_before, strict=True)
             assert all(after <= before for after, before in pairs)
         assert layer.relative_after < 0.02 * layer.relative_before
+        assert layer.relative_after < 1.5 * bare.relative_after  # as if there had been none
         assert all(row[1] >= 4 for row in layer.exponents)  # the planted pair, times 128
     assert divergence(tmp_path / "out", source, "int8") < 0.02 * divergence(source, source, "int8")
 
@@ -128,6 +133,41 @@ def test_a_gptq_checkpoint_keeps_its_codes_and_all_else(
     assert divergence(out, source, "int8") < 0.1 * divergence(source, source, "int8")
     for name in ("quantize_config.json", "tokenizer.json", "generation_config.json"):
         assert (out / name).read_bytes() == (source / name).read_bytes()
+
+
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (8, None)])
+def test_conditioning_and_conversion_may_come_in_any_order(
+    bits: int, group_size: int | None, tmp_path: Path
+) -> None:
+    source = write_tiny(tmp_path / "model", "qwen2", dtype=torch.float16)
+    plant_outliers(source)
+    quantize_directory(source, WeightScheme(bits, group_size))
+    converted, both = tmp_path / "converted", tmp_path / "both"
+    convert_format(source, converted, name="compressed-tensors")
+    first = condition(converted, tmp_path / "out", **SOME).out
+    convert_format(
+        condition(source, tmp_path / "gptq", **SOME).out, both, name="compressed-tensors"
+    )
+    one, other = (load_file(path / "model.safetensors") for path in (first, both))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_scale_for_the_whole_tensor_carries_no_factors(tmp_path: Path) -> None:
+    source = write_tiny(tmp_path / "model", dtype=torch.float16)
+    quantize_directory(source, WeightScheme(8, None))
+    convert_format(source, tmp_path / "ct", name="compressed-tensors")
+    file = tmp_path / "ct" / "model.safetensors"
+    name = "model.layers.1.self_attn.k_proj"
+    checkpoint = open_checkpoint(tmp_path / "ct")
+    weight = checkpoint.weight(name, in_features=64, out_features=32)
+    assert isinstance(weight, QuantizedWeight)
+    assert _scales_of(checkpoint, name, weight) == ("weight_scale", 0)
+    tensors = load_file(file)
+    tensors[f"{name}.weight_scale"] = tensors[f"{name}.weight_scale"][:1].flatten()
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.k_proj.*row by row"):
+        _scales_of(open_checkpoint(tmp_path / "ct"), name, weight)
 
 
 def test_other_tensors_and_files_keep_their_bytes(tmp_path: Path) -> None:
