@@ -1,6 +1,6 @@
 # The commands of a day's work. Each makes `.venv` with what it needs; the second time it is there.
 
-.PHONY: setup demo test test-browser test-contract test-native soak lint format bench clean
+.PHONY: setup demo test test-browser test-contract test-native interop soak lint format bench clean
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
@@ -25,6 +25,7 @@ help:
 	@echo "make test-contract   the HTTP API against its own OpenAPI document, CONTRACT_SECONDS long"
 	@echo "make soak    500 clients, 5,000 requests against one server: nothing lost, nothing wrong"
 	@echo "make test-native  tests of the C++ kernels, built with the address and UB sanitizers"
+	@echo "make interop  our checkpoints in other engines and theirs in qinfer, each in its environment"
 	@echo "make lint    format, lint, layers and types, checked"
 	@echo "make bench   speed of the demo model on this machine"
 
@@ -63,6 +64,10 @@ test-native: setup
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 \
 	    $(BIN)/pytest --native-library build/sanitized tests/unit/kernels/cpu tests/unit/kernels/test_native.py \
 	    --ignore tests/unit/kernels/cpu/test_arena.py $(ARGS)
+
+# Makes virtual environments of some GB in ~/.cache/qinfer-peers; see docs/reference/interop.md.
+interop: setup
+	PYTHONPATH=benchmarks:tests OMP_NUM_THREADS=1 $(BIN)/python tests/interop/run.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff format --check

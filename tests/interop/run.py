@@ -18,7 +18,7 @@ from typing import Any
 
 import records
 import torch
-from cases import OURS, PROCESSES, THEIRS, Ours, Peer, Theirs
+from interop.cases import OURS, PROCESSES, THEIRS, Ours, Peer, Theirs
 from peers.environments import Environment, UnavailableError, ensure
 from peers.machine import describe_machine, describe_qinfer
 from safetensors.torch import load_file
