@@ -64,7 +64,7 @@ def test_both_formats_hold_the_same_weights(options, tiny_llama: Path, tmp_path:
 
 
 def test_w8a8_is_int_quantized(tiny_llama: Path, tmp_path: Path) -> None:
-    options = {"weights": "int8", "group_size": -1, "format": "compressed-tensors"}
+    options: dict[str, Any] = {"weights": "int8", "group_size": -1, "format": "compressed-tensors"}
     quantize(tiny_llama, tmp_path / "w8a16", **SMALL, **options)
     quantize(tiny_llama, tmp_path / "w8a8", input_activations="int8", **SMALL, **options)
     checkpoint = open_checkpoint(tmp_path / "w8a8")
