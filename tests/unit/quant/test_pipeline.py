@@ -235,7 +235,8 @@ def test_reload_equals_what_was_solved_g12_g13(
         assert (weight.zeros is not None) == bool(options.get("asym"))
         W = dense(original[row.name])
         step = weight.scales.float().amax(1, keepdim=True)
-        assert bool(((weight.dequantize() - W).abs() < 4 * step).all())
+        # Half of the range: outliers may be clipped, and columns make up for each other.
+        assert bool(((weight.dequantize() - W).abs() < 2 ** (weight.scheme.bits - 1) * step).all())
 
 
 def test_rounding_is_exactly_rounding(tiny_llama: Path, tmp_path: Path) -> None:
