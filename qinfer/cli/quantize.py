@@ -1,6 +1,7 @@
 """`qinfer quantize`: weights to INT4 or INT8, with the report of what it cost."""
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ _MAX_LISTED = 20
 )
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads; all cores if not given.")
 @click.option("--revision", help="Branch, tag or commit of a hub model.")
+@click.option(
+    "--restart", is_flag=True, help="Forget the unfinished work in OUT.partial and start over."
+)
 @click.option("--dry-run", is_flag=True, help="Show the plan and the expected size, and stop.")
 def command(
     model: str, out: Path | None, *, revision: str | None, dry_run: bool, **options: Any
@@ -33,7 +37,8 @@ def command(
     """Quantize the weights of MODEL (directory, hub id or .gguf file) and write them to OUT.
 
     OUT is a checkpoint in GPTQ format that other engines load too. It appears only when it is
-    complete, and holds quantize_report.json: error, damping and tokens of every module.
+    complete, and holds quantize_report.json: error, damping and tokens of every module. Until then
+    finished blocks are kept in OUT.partial: after an interruption the same command goes on there.
 
     \b
     Examples:
@@ -48,7 +53,7 @@ def command(
     with console.Stages() as stages:
 
         def show_progress(step: QuantProgress) -> None:
-            stages.update(step.stage, step.done, step.total, step.note)
+            stages.update(step.stage, step.done, step.total, _remark(step))
 
         report = quantize(
             model, out, revision=revision, dry_run=dry_run, on_progress=show_progress, **options
@@ -57,6 +62,14 @@ def command(
         _show_plan(report)
     else:
         _show_result(report)
+
+
+def _remark(step: QuantProgress) -> str:
+    """Return the step's note, or how long the stage still takes."""
+    if step.note or not step.seconds_left:
+        return step.note
+    minutes, seconds = divmod(round(step.seconds_left), 60)
+    return f"about {minutes}:{seconds:02d} left"
 
 
 def _show_plan(report: QuantReport) -> None:
@@ -77,20 +90,25 @@ def _show_plan(report: QuantReport) -> None:
 
 def _show_result(report: QuantReport) -> None:
     """Show the error of every module, one line per layer, and what stands out."""
-    layers: dict[str, dict[str, str]] = {}
+    layers: dict[str, dict[str, list[ModuleRow]]] = {}
     for row in report.rows:
-        layer = row.name.removesuffix(f".{_kind(row)}").removeprefix("model.layers.")
-        layers.setdefault(layer, {})[_kind(row).rpartition(".")[2]] = _cell(row)
+        layer = row.name.removeprefix("model.layers.").partition(".")[0]
+        kind = _kind(row).removeprefix("mlp.").removeprefix("self_attn.")
+        layers.setdefault(layer, {}).setdefault(kind, []).append(row)
     kinds = list(dict.fromkeys(kind for cells in layers.values() for kind in cells))
     what = "outputs on the calibration text" if report.calibration else "weights"
     console.show(
         console.table(
             f"{report.scheme}: relative squared error of the {what} (R: rounding took over)",
             ["layer", *kinds],
-            [[layer, *(cells.get(kind, "") for kind in kinds)] for layer, cells in layers.items()],
+            [
+                [layer, *(_cell(cells.get(kind, [])) for kind in kinds)]
+                for layer, cells in layers.items()
+            ],
         )
     )
     _show_exceptions(report)
+    _show_under_seen(report)
     console.show(f"mean error {report.mean_error:.5f}; {_effort(report)}")
     console.show(_sizes(report, "written"))
     console.show(
@@ -111,6 +129,20 @@ def _show_exceptions(report: QuantReport) -> None:
         if len(rows) > _MAX_LISTED:
             lines.append(f"  and {len(rows) - _MAX_LISTED} more; all are in quantize_report.json")
         console.warn(f"{len(rows)} of {len(report.rows)} modules {title}:\n" + "\n".join(lines))
+
+
+def _show_under_seen(report: QuantReport) -> None:
+    """Warn of experts that too few calibration tokens went through."""
+    few = report.under_seen_experts.get("experts", [])
+    if few:
+        names = [f"  {item['name']}: {item['num_tokens']} tokens" for item in few[:_MAX_LISTED]]
+        if len(few) > _MAX_LISTED:
+            names.append(f"  and {len(few) - _MAX_LISTED} more; all are in quantize_report.json")
+        console.warn(
+            f"{len(few)} of {report.under_seen_experts['of']} experts saw fewer calibration tokens "
+            "than they have inputs; more samples, or text like that which the model will see, "
+            "would reach them:\n" + "\n".join(names)
+        )
 
 
 def _effort(report: QuantReport) -> str:
@@ -139,11 +171,15 @@ def _sizes(report: QuantReport, verb: str) -> str:
 
 
 def _kind(row: ModuleRow) -> str:
-    """Return the module's name inside its block."""
-    return ".".join(row.name.split(".")[-2:])
+    """Return the module's name inside its block, without the number of an expert."""
+    parts = row.name.split(".")
+    return ".".join(parts[-2:] if "experts" not in parts else ["experts", parts[-1]])
 
 
-def _cell(row: ModuleRow) -> str:
-    if row.error is None:
-        return "-"
-    return f"{row.error:.5f}{' R' if row.fallback else ''}"
+def _cell(rows: Sequence[ModuleRow]) -> str:
+    """Return the error of a module, or the mean over all experts of a layer."""
+    errors = [row.error for row in rows if row.error is not None]
+    if not errors:
+        return "-" if rows else ""
+    rounded = " R" if any(row.fallback for row in rows) else ""
+    return f"{sum(errors) / len(errors):.5f}{rounded}"

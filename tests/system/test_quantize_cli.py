@@ -84,7 +84,7 @@ def test_exit_codes_and_messages(
     assert "exists already" in capsys.readouterr().err
 
 
-def test_strict_exits_non_zero_and_leaves_nothing_g02(
+def test_strict_exits_non_zero_and_keeps_the_work_g02(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = write_tiny(tmp_path / "source")
@@ -94,6 +94,21 @@ def test_strict_exits_non_zero_and_leaves_nothing_g02(
     out = tmp_path / "out"
     assert run(source, "-o", out, *FAST, "--strict", monkeypatch=monkeypatch) == 4
     assert "layers.0.self_attn.o_proj: all calibration inputs are zero" in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.partial", "source"]
     assert run(source, "-o", out, *FAST, monkeypatch=monkeypatch) == 0
     assert "1 of 14 modules fell back to rounding" in capsys.readouterr().err
+
+
+def test_experts_are_shown_together_and_under_seen_ones_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_tiny(tmp_path / "source", "mixtral", num_local_experts=6)
+    shape = ["--group-size", "32", "--samples", "1", "--seq-len", "64"]
+    assert run(source, "-o", tmp_path / "out", *shape, monkeypatch=monkeypatch) == 0
+    shown = capsys.readouterr()
+    assert shown.out.count("experts.w1") == 1
+    assert "of 12 experts saw fewer calibration tokens than they have inputs" in shown.err
+    assert "block_sparse_moe.experts.0: " in shown.err
+    assert run(source, "--dry-run", *shape, monkeypatch=monkeypatch) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "experts.w2" in line]
+    assert line.split()[-1] == "12"
