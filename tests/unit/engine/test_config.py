@@ -64,6 +64,7 @@ def test_context_beyond_the_rope_table_is_refused() -> None:
         ("memory_fraction", 0.0),
         ("memory_fraction", 1.5),
         ("num_blocks", 0),
+        ("gguf_weights", "bf16"),
         ("speculative", ""),
         ("num_speculative_tokens", 0),
         ("num_speculative_tokens", 17),

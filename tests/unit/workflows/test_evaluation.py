@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from gguf import GGMLQuantizationType
 from support.checkpoints import write_tiny
+from support.gguf_files import write_gguf
 
 import qinfer
 from qinfer.engine.llm import LLM
@@ -228,6 +230,21 @@ def test_b04_models_that_tokenize_otherwise_are_refused(
     (other / "tokenizer.json").write_text(merged, encoding="utf-8")
     with pytest.raises(MethodMismatchError, match="tokenizes the text otherwise"):
         evaluate([other], baseline=tiny_llama, text=text, **FAST)
+
+
+def test_a_gguf_file_runs_on_its_codes_beside_its_dense_baseline(
+    tiny_llama: Path, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QINFER_CACHE", str(tmp_path / "cache"))
+    kind = GGMLQuantizationType.Q8_0
+    file = write_gguf(tiny_llama, tmp_path / "m.gguf", "llama", quant=kind)
+    record = evaluate([file], baseline=file, text=text, **FAST)
+    base, codes = record.rows
+    assert (base.weights, codes.weights) == ("bf16", "Q8_0 (int8 g32 sym)")
+    assert codes.memory.weights_bytes < 0.7 * base.memory.weights_bytes
+    assert 0 < codes.divergence.mean < 0.01
+    dense = evaluate([file], baseline=file, text=text, gguf_weights="dense", **FAST)
+    assert [row.weights for row in dense.rows] == ["bf16"]  # the baseline itself, not a second row
 
 
 def test_models_of_one_name_are_told_apart(tiny_llama: Path, tmp_path: Path, text: Path) -> None:
