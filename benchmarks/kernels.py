@@ -9,9 +9,9 @@ number of threads, with the peaks measured beside it; percentages are of the hig
 rounds. With one thread the clock counts that thread's own time, which neighbours on the machine
 disturb least.
 
-Gop/s counts two operations per weight and row, against `vpdpbusd` (int8 activations) or FMA
-(exact) on registers only; GB/s counts the weights or pages read once, against plain reads of as
-many bytes.
+Gop/s counts two operations per weight and row, against `vpdpbusd` (int8 activations), `vdpbf16ps`
+(bf16) or FMA (exact) on registers only; GB/s counts the weights or pages read once, against plain
+reads of as many bytes.
 """
 
 import argparse

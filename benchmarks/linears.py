@@ -30,7 +30,7 @@ class Variant:
         bits: of a weight; 16 is bfloat16, 32 is float32.
         group_size: inputs that share a scale; None = all.
         symmetric: without zero points.
-        activations: quantized to 8 bits, or float32.
+        activations: quantized to 8 bits, rounded to bfloat16, or float32.
     """
 
     name: str
@@ -58,6 +58,7 @@ VARIANTS = (
     Variant("int8 per channel", 8),
     Variant("int8 g64 asym", 8, 64, symmetric=False),
     Variant("int4 g64, exact", 4, 64, activations="exact"),
+    Variant("bf16", 16, activations="bf16"),
     Variant("bf16, exact", 16, activations="exact"),
     Variant("fp32, exact", 32, activations="exact"),
 )
@@ -96,9 +97,12 @@ def make_case(
     for copy in range(copies * len(shapes)):
         weight = _placed(samples[copy % len(shapes)], arena)
         case.address = case.address or weight.data.data_ptr()
-        x: torch.Tensor | Int8Buffer = torch.randn(rows, weight.in_features)
+        floats = torch.randn(rows, weight.in_features)
+        x: tiled.Activation = floats
         if variant.activations == "int8":
-            x = _quantized(x, num_tokens)
+            x = _quantized(floats, num_tokens)
+        elif variant.activations == "bf16":
+            x = tiled.RoundedRows(floats)
         out = torch.empty(rows, weight.out_features)
         tiled.add_linear(case.program, weight, x, out, num_tokens)
         case.weights += weight.in_features * weight.out_features

@@ -39,6 +39,17 @@ double peak_int8(int64_t rounds) {
 #endif
 }
 
+/* Products of bf16 pairs; where there are none, FMA. */
+double peak_bf16(int64_t rounds) {
+#if defined(__AVX512BF16__)
+#define DOT_BF16(i) "vdpbf16ps %%zmm30, %%zmm31, %%zmm" #i "\n"
+  RUN(DOT_BF16);
+  return 2.0 * 32 * 10 * (double)rounds;
+#else
+  return peak_fma(rounds);
+#endif
+}
+
 /* Reads `size` bytes, a multiple of 256 aligned to 64, and returns a sum so that it must. */
 int64_t read_all(const void* data, int64_t size) {
   const int64_t* words = (const int64_t*)data;

@@ -29,7 +29,11 @@ class Peaks:
             options = ["-O2", "-march=native", "-shared", "-fPIC", "-o", str(library)]
             subprocess.run([compiler, *options, str(source)], check=True)
             self._handle = ctypes.CDLL(str(library))
-        self._arithmetic = {"exact": self._handle.peak_fma, "int8": self._handle.peak_int8}
+        self._arithmetic = {
+            "exact": self._handle.peak_fma,
+            "bf16": self._handle.peak_bf16,
+            "int8": self._handle.peak_int8,
+        }
         for function in self._arithmetic.values():
             function.argtypes = (ctypes.c_int64,)
             function.restype = ctypes.c_double
@@ -38,7 +42,7 @@ class Peaks:
         self._pool = ThreadPoolExecutor(threads - 1) if threads > 1 else None
 
     def arithmetic(self, activations: str) -> float:
-        """Return operations per second: `vpdpbusd` for int8, FMA of float32 for exact."""
+        """Return operations per second: `vpdpbusd` for int8, `vdpbf16ps` for bf16, else FMA."""
         function = self._arithmetic[activations]
         operations = function(1) * ROUNDS * self._threads
         return operations / self._seconds(lambda _: function(ROUNDS))

@@ -235,7 +235,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "activations": {
         "type": click.Choice(ACTIVATIONS),
-        "help": "Inputs of quantized linears: int8 per token in groups of 32, or exact (float32).",
+        "help": "Inputs of linears: int8 per token in groups of 32 if quantized, bf16 if bf16 and "
+        "the CPU has AVX512-BF16; or exact (float32).",
     },
     "lm_head": {
         "type": click.Choice(LM_HEADS),

@@ -53,8 +53,9 @@ class EngineConfig:
         enable_prefix_caching: reuse the cache blocks of equal prefixes.
         seed: of requests that bring none; None = different each time.
         block_size: tokens per cache block.
-        activations: `int8` quantizes the inputs of quantized linears per token in groups of 32,
-            where the kernels can; `exact` leaves them as they are.
+        activations: `int8` quantizes the inputs of quantized linears per token in groups of 32 and
+            rounds those of bfloat16 linears to bfloat16, where the kernels can; `exact` leaves them
+            as they are.
         lm_head: `int8` rounds the head to INT8 per row at load, where the kernels can; `model`
             keeps it; `auto` = `int8` for quantized checkpoints.
         gguf_weights: of a `.gguf` file: `codes` runs the linears on the file's own codes, in its

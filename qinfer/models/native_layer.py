@@ -13,7 +13,7 @@ import torch
 
 from qinfer.formats.weight import QuantizedWeight, can_concat
 from qinfer.kernels.cpu import native, paged, tiled, tiling
-from qinfer.kernels.cpu.program import Int8Buffer, Norm, Program, Watch
+from qinfer.kernels.cpu.program import Int8Buffer, Norm, OpKind, Program, Watch
 from qinfer.kernels.spec import AttnSpec, PagedKV
 from qinfer.models.config import ModelConfig
 from qinfer.models.decoder import DOWN, GATE_UP, OUTPUT, QKV
@@ -45,7 +45,8 @@ class Placing:
     """How weights are put into tiles.
 
     Args:
-        int8_activations: quantize the inputs of quantized weights.
+        int8_activations: quantize the inputs of quantized weights to int8 and, where the machine
+            has products of bfloat16, round those of bfloat16 weights to that; else all are float32.
         allocate: where the tiles are put.
         team: threads that repack while this one reads on; None = it does both.
     """
@@ -65,14 +66,14 @@ class NativeLinear:
     Args:
         weight: the tiles.
         bias: float32 `[out]` or None.
-        int8: the input is quantized to int8; else it stays float32.
+        activations: what becomes of the input.
         offset: first column in the group's output.
         row: the line in a report of kernels.
     """
 
     weight: tiled.TiledWeight
     bias: torch.Tensor | None
-    int8: bool
+    activations: tiled.Activations
     offset: int
     row: KernelRow
 
@@ -112,14 +113,14 @@ class NativeGroup:
                 allocate=placing.allocate,
                 team=placing.team,
             )
-            int8 = placing.int8_activations and isinstance(rows.form, WeightScheme)
+            activations = _activations(rows.form, placing)
             self.linears.append(
                 NativeLinear(
                     weight=tiles,
                     bias=None if bias is None else bias.float().contiguous(),
-                    int8=int8,
+                    activations=activations,
                     offset=self.out_features,
-                    row=_row(f"{prefix}{name}", rows, int8=int8),
+                    row=_row(f"{prefix}{name}", rows, activations),
                 )
             )
             self.out_features += rows.shape[0]
@@ -138,14 +139,16 @@ class NativeGroup:
         """The orders of columns in which quantized inputs are needed, each once."""
         orders: list[torch.Tensor | None] = []
         for linear in self.linears:
-            if linear.int8 and _find(orders, linear.weight.permutation) is None:
+            is_new = _find(orders, linear.weight.permutation) is None
+            if linear.activations == "int8" and is_new:
                 orders.append(linear.weight.permutation)
         return orders
 
     @property
     def reads_floats(self) -> bool:
         """Whether the unquantized input is needed: by a linear, or to quantize it again."""
-        return len(self.permutations) != 1 or not all(linear.int8 for linear in self.linears)
+        all_int8 = all(linear.activations == "int8" for linear in self.linears)
+        return len(self.permutations) != 1 or not all_int8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -229,11 +232,13 @@ class Recording:
         out = self.floats("projected", group.out_features) if onto is None else onto
         orders = group.permutations
         for linear in group.linears:
-            x: torch.Tensor | Int8Buffer | None = feed.floats
-            if linear.int8:
+            x: tiled.Activation
+            if linear.activations == "int8":
                 x = feed.int8[_find(orders, linear.weight.permutation) or 0]
-            if x is None:
+            elif feed.floats is None:
                 raise RuntimeError("a group's input lacks the form that one of its linears reads")
+            else:
+                x = tiled.RoundedRows(feed.floats) if linear.activations == "bf16" else feed.floats
             part = out[:, linear.offset : linear.offset + linear.weight.out_features]
             tiled.add_linear(
                 self.program,
@@ -362,12 +367,22 @@ class NativeLayer:
         recording.linears(self._down, inner, onto=hidden)
 
 
-def _row(name: str, rows: WeightRows, *, int8: bool) -> KernelRow:
+def _activations(form: torch.dtype | WeightScheme, placing: Placing) -> tiled.Activations:
+    """Return what becomes of the input of a weight of this form."""
+    if not placing.int8_activations:
+        return "exact"
+    if isinstance(form, WeightScheme):
+        return "int8"
+    pairs = form == torch.bfloat16 and OpKind.LINEAR_BF16.available
+    return "bf16" if pairs else "exact"
+
+
+def _row(name: str, rows: WeightRows, activations: tiled.Activations) -> KernelRow:
     form = str(rows.form).removeprefix("torch.")
     held = native.held_note(rows.form.bits) if isinstance(rows.form, WeightScheme) else ""
     outputs, inputs = rows.shape
     description = f"{form} {inputs}x{outputs}{held}"
-    return KernelRow(name, description, "cpu.int8" if int8 else "cpu.exact", ())
+    return KernelRow(name, description, f"cpu.{activations}", ())
 
 
 def _rows(weight: Source) -> WeightRows:

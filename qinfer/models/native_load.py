@@ -56,7 +56,8 @@ class LoadOptions:
         device: where it runs.
         max_positions: how long a sequence may become; None = as long as the model allows.
         threads: CPU threads.
-        activations: `int8` quantizes the inputs of quantized linears per token in groups of 32;
+        activations: `int8` quantizes the inputs of quantized linears per token in groups of 32 and,
+            where the CPU multiplies pairs of bfloat16, rounds those of bfloat16 linears to that;
             `exact` keeps them in float32.
         lm_head: `int8` quantizes the head per row at load; `model` keeps it; `auto` = `int8` where
             the checkpoint's linears are quantized.

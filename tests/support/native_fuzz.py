@@ -108,6 +108,11 @@ OPS = {
         frozenset({"permutation", "bias", "residual", "scales", "zeros", "offsets"}),
         absent=tuple(product(("float_rows", "int8_rows"), ("zeros", "offsets"))),
     ),
+    OpKind.LINEAR_BF16: Op(
+        LinearArgs,
+        frozenset({"bias", "residual", "scales", "zeros", "offsets"}),
+        absent=(("int8_rows", "permutation"),),
+    ),
     OpKind.EMBED: Op(EmbedArgs),
     OpKind.NORM: Op(NormArgs, frozenset({"out", "int8_rows", "permutation", "bad_layers"})),
     OpKind.SILU_MUL: Op(SiluMulArgs, frozenset({"out", "int8_rows", "permutation"})),

@@ -18,7 +18,7 @@ from qinfer.errors import ConfigError
 from qinfer.formats.weight import QuantizedWeight
 from qinfer.kernels import cpu
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 LIBRARY_NAME = "libqinfer_cpu.so"
 # By the width of the codes, the bits that one takes in memory.
 HELD_BITS = {2: 4, 3: 4, 4: 4, 8: 8}

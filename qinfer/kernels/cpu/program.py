@@ -37,6 +37,13 @@ class OpKind(IntEnum):
     ARGMAX = 10
     SAMPLE = 11
     FAULTS = 12
+    LINEAR_BF16 = 13
+
+    @property
+    def available(self) -> bool:
+        """Whether the library is there and its instruction set in use has such an op."""
+        library = native.load()
+        return library is not None and bool(library.handle.qinfer_has_op(int(self)))
 
 
 class OpArgs(ctypes.Structure):

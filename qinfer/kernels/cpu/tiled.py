@@ -26,7 +26,7 @@ from qinfer.kernels.spec import LinearSpec
 
 TILE_ROWS = 16
 
-Activations = Literal["int8", "exact"]
+Activations = Literal["int8", "bf16", "exact"]
 
 
 class WeightKind(IntEnum):
@@ -78,6 +78,19 @@ class LinearArgs(ctypes.Structure):
         ("out_stride", ctypes.c_int64),
         ("num_tokens", ctypes.c_void_p),
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoundedRows:
+    """Activations that the op rounds to bfloat16, to multiply them with bfloat16 weights.
+
+    Only where `OpKind.LINEAR_BF16.available`. Denormals count as zero.
+
+    Args:
+        rows: float32 `[max_tokens, in]`.
+    """
+
+    rows: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,6 +148,9 @@ class TiledWeight:
         )
 
 
+Activation = torch.Tensor | RoundedRows | Int8Buffer
+
+
 def unsupported_reason(spec: LinearSpec) -> str | None:
     """Return why a layer cannot run on tiles, or None if it can.
 
@@ -157,7 +173,7 @@ def unsupported_reason(spec: LinearSpec) -> str | None:
 
 def linear_args(
     weight: TiledWeight,
-    x: torch.Tensor | Int8Buffer,
+    x: Activation,
     out: torch.Tensor,
     num_tokens: torch.Tensor,
     *,
@@ -168,8 +184,8 @@ def linear_args(
 
     Args:
         weight: the weight; must outlive the struct, as all tensors here.
-        x: float32 `[max_tokens, in]`, in the order of the weight's columns; or quantized, in the
-            order of the tiles (`TiledWeight.permutation`).
+        x: float32 `[max_tokens, in]`, in the order of the weight's columns, as it is or to be
+            rounded; or quantized, in the order of the tiles (`TiledWeight.permutation`).
         out: float32 `[max_tokens, out]`; rows may lie further apart.
         num_tokens: int64 `[1]`, read when the op runs.
         bias: float32 `[out]`.
@@ -192,13 +208,23 @@ def linear_args(
         if residual.shape != out.shape or residual.stride() != out.stride():
             raise ConfigError("residual and out differ in shape or strides")
         args.residual = residual.data_ptr()
+    _put_rows(args, weight, x, rows)
+    return args
+
+
+def _put_rows(args: LinearArgs, weight: TiledWeight, x: Activation, rows: int) -> None:
+    """Write down where at least `rows` rows of activations are."""
     if isinstance(x, Int8Buffer):
         if weight.scales is None:
             raise ConfigError("a dense weight takes float activations, not int8")
         if x.shape[0] < rows or x.shape[1] != padded(weight.in_features):
             raise ConfigError(f"x is {x.shape}; it must be {(rows, padded(weight.in_features))}")
         args.int8_rows = x.pointer
-        return args
+        return
+    if isinstance(x, RoundedRows):
+        if weight.kind is not WeightKind.BF16:
+            raise ConfigError(f"bfloat16 activations meet bfloat16 weights, not {weight.kind.name}")
+        x = x.rows
     if _check_rows("x", x, weight.in_features) < rows:
         raise ConfigError(f"x has {x.shape[0]} rows, out has {rows}")
     args.float_rows = x.data_ptr()
@@ -206,13 +232,12 @@ def linear_args(
     args.float_columns = weight.in_features
     if weight.permutation is not None:
         args.permutation = weight.permutation.data_ptr()
-    return args
 
 
 def add_linear(
     program: Program,
     weight: TiledWeight,
-    x: torch.Tensor | Int8Buffer,
+    x: Activation,
     out: torch.Tensor,
     num_tokens: torch.Tensor,
     *,
@@ -221,7 +246,8 @@ def add_linear(
 ) -> None:
     """Append the op to a program, which keeps all of this alive; arguments as `linear_args`."""
     args = linear_args(weight, x, out, num_tokens, bias=bias, residual=residual)
-    program.add(OpKind.LINEAR, args, weight, x, out, num_tokens, bias, residual)
+    kind = OpKind.LINEAR_BF16 if isinstance(x, RoundedRows) else OpKind.LINEAR
+    program.add(kind, args, weight, x, out, num_tokens, bias, residual)
 
 
 def add_embed(
@@ -272,7 +298,8 @@ def run_linear(
     Args:
         weight: the weight.
         x: float32 `[tokens, in]`, `tokens` > 0.
-        activations: `int8` quantizes `x` first; `exact` multiplies in float32.
+        activations: `int8` quantizes `x` first; `bf16` rounds it, see `RoundedRows`; `exact`
+            multiplies in float32.
         bias: float32 `[out]`.
         residual: float32 `[tokens, out]`, contiguous.
         threads: size of the team.
@@ -281,7 +308,7 @@ def run_linear(
     num_tokens = torch.tensor([tokens])
     out = torch.empty(tokens, weight.out_features)
     program = Program()
-    rows: torch.Tensor | Int8Buffer = x
+    rows: Activation = RoundedRows(x) if activations == "bf16" else x
     if activations == "int8":
         rows = Int8Buffer(tokens, weight.in_features)
         program.quantize(x, num_tokens, rows, permutation=weight.permutation)

@@ -17,7 +17,7 @@ from qinfer.checkpoint.reader import open_checkpoint
 from qinfer.errors import CapacityError, CheckpointError
 from qinfer.formats.weight import QuantizedWeight
 from qinfer.kernels.cpu import native, tiled, tiling
-from qinfer.kernels.cpu.program import Program
+from qinfer.kernels.cpu.program import OpKind, Program
 from qinfer.kvcache.pool import KVPool
 from qinfer.models.causal_lm import CausalLM
 from qinfer.models.decoder import Decoder
@@ -274,6 +274,23 @@ def test_kernel_rows_tell_the_kind_of_activations(tmp_path: Path) -> None:
     assert kernels["attention"] == "cpu.paged"
     exact = load(path, activations="exact").kernels(layout)
     assert {row.kernel for row in exact} == {"cpu.exact", "cpu.paged"}
+
+
+def test_bf16_activations_are_rounded_where_the_machine_gains_by_it(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "source", torch_dtype="bfloat16")
+    exact = load(path, dtype="bfloat16", activations="exact")
+    rounded = load(path, dtype="bfloat16", threads=2)
+    kind = "cpu.bf16" if OpKind.LINEAR_BF16.available else "cpu.exact"
+    rows = rounded.kernels(layout_of(rounded.config))
+    assert {row.kernel for row in rows} == {kind, "cpu.paged"}
+    expected, logits = logits_of(exact, [50]), logits_of(rounded, [50])
+    error = (logits - expected).norm() / expected.norm()
+    assert error < 0.01
+    assert (error > 0) == (kind == "cpu.bf16")
+    for sizes in ([16, 16, 18], [7] * 7 + [1], [1] * 50):
+        assert torch.equal(logits_of(rounded, sizes), logits)
+    whole = load(path, dtype="float32")
+    assert "cpu.bf16" not in {row.kernel for row in whole.kernels(layout_of(whole.config))}
 
 
 def test_what_a_group_keeps_is_what_its_widest_part_needs() -> None:

@@ -21,7 +21,7 @@ using OpFunction = void (*)(const void* args, int32_t thread, int32_t threads);
 struct Kernels {
   const char* isa;
   DequantizeRows dequantize_rows;
-  OpFunction ops[QINFER_OP_KINDS];
+  OpFunction ops[QINFER_OP_KINDS];  // NULL where the set has no such op
 };
 
 #define QINFER_DECLARE_ISA(name)                                                              \
@@ -30,6 +30,7 @@ struct Kernels {
   void dequantize_rows(const qinfer_weight& weight, int64_t row_begin, int64_t row_end,       \
                        int32_t dtype, void* out);                                             \
   void linear(const void* args, int32_t thread, int32_t threads);                             \
+  void linear_bf16(const void* args, int32_t thread, int32_t threads);                        \
   void embed(const void* args, int32_t thread, int32_t threads);                              \
   void norm(const void* args, int32_t thread, int32_t threads);                               \
   void silu_mul(const void* args, int32_t thread, int32_t threads);                           \

@@ -158,6 +158,12 @@ bool valid(const qinfer_linear& op) {
          op.float_stride >= op.float_columns;
 }
 
+// The op on bf16 pairs.
+bool valid_bf16(const qinfer_linear& op) {
+  return valid(op) && op.float_rows != nullptr && op.weight.kind == QINFER_WBF16 &&
+         op.permutation == nullptr;
+}
+
 bool valid(const qinfer_pages& pages) {
   const bool coded = pages.kind == QINFER_KV_FP8_E4M3 || pages.kind == QINFER_KV_INT8;
   const bool half = pages.kind == QINFER_KV_FP16 || pages.kind == QINFER_KV_BF16;
@@ -210,10 +216,20 @@ static_assert(sizeof(qinfer_draw) == 72 && sizeof(qinfer_sample) == 48, "see sam
 
 const Kernels* active() { return chosen(); }
 
+bool has_op(int32_t kind) {
+  if (kind <= 0 || kind >= QINFER_OP_KINDS || active()->ops[kind] == nullptr) return false;
+#if defined(QINFER_HAS_AVX512)
+  // The only op that needs more than its instruction set says.
+  if (kind == QINFER_OP_LINEAR_BF16) return __builtin_cpu_supports("avx512bf16");
+#endif
+  return true;
+}
+
 bool valid_op(const qinfer_op& op) {
-  if (op.args == nullptr) return false;
+  if (op.args == nullptr || !has_op(op.kind)) return false;
   switch (op.kind) {
     case QINFER_OP_LINEAR: return valid_as<qinfer_linear>(op);
+    case QINFER_OP_LINEAR_BF16: return valid_bf16(*static_cast<const qinfer_linear*>(op.args));
     case QINFER_OP_ROPE_STORE: return valid_as<qinfer_rope_store>(op);
     case QINFER_OP_ATTENTION:
     case QINFER_OP_MERGE: return valid_as<qinfer_attention>(op);
@@ -225,7 +241,7 @@ bool valid_op(const qinfer_op& op) {
     case QINFER_OP_ARGMAX: return valid_as<qinfer_argmax>(op);
     case QINFER_OP_SAMPLE: return valid_as<qinfer_sample>(op);
     case QINFER_OP_FAULTS: return valid_as<qinfer_faults>(op);
-    default: return op.kind > 0 && op.kind < QINFER_OP_KINDS;
+    default: return false;
   }
 }
 
@@ -246,6 +262,8 @@ int32_t qinfer_use_isa(const char* name) {
   }
   return QINFER_BAD_ARGUMENT;
 }
+
+int32_t qinfer_has_op(int32_t kind) { return qinfer::has_op(kind) ? 1 : 0; }
 
 int32_t qinfer_dequantize(const qinfer_weight* weight, int64_t row_begin, int64_t row_end,
                           int32_t dtype, void* out, int32_t threads) {

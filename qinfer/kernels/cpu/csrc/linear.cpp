@@ -1,8 +1,6 @@
 // Linear layers; see linear.h for the layout of the weights.
 //
-// The work is cut into blocks of tokens x pairs of tiles, and each output element is computed by
-// the same operations in the same order whatever the block, so no result depends on the number of
-// tokens or threads:
+// The order of the sums, the same whatever the unit of work (linear_units.h):
 //   int8 rows:  total = sum over groups of scale * (sum over 32 columns of x_scale * integer sum)
 //               The integer sum is one of centered codes where the weight is symmetric. Else it is
 //               one of unsigned codes, and to the total comes, per group,
@@ -12,7 +10,7 @@
 #include "linear.h"
 
 #include "kernels.h"
-#include "linear_simd.h"
+#include "linear_units.h"
 
 namespace qinfer {
 namespace QINFER_ISA {
@@ -21,38 +19,11 @@ namespace {
 static_assert(QINFER_ROW_BLOCK % kRows == 0, "tokens that are computed together lie together");
 
 constexpr int kStep = QINFER_ACTIVATION_GROUP;  // columns that share an activation scale
-// A thread's activations of one block of tokens stay in its L2 cache while the tiles pass by.
-constexpr int64_t kBlockBytes = 384 << 10;
-constexpr int64_t kMaxBlock = 128;
 // Few rows that are moved together take so much of the L1 cache at most.
 constexpr int64_t kFewBytes = 20 << 10;
 // Weights are asked for so far ahead that they arrive in time. For one token the hardware does it
 // better alone.
 constexpr int64_t kPrefetchBytes = 2048;
-
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Adds bias and residual to 16 sums of one token and writes those that exist.
-inline void write(const qinfer_linear& op, int64_t token, int64_t tile, Floats total) {
-  const int64_t first = tile * kLanes;
-  float* out = op.out + token * op.out_stride + first;
-  const float* bias = op.bias ? op.bias + first : nullptr;
-  const float* residual = op.residual ? op.residual + token * op.out_stride + first : nullptr;
-  if (first + kLanes <= op.weight.out_features) {
-    if (bias) total = add(total, load(bias));
-    if (residual) total = add(total, load(residual));
-    store(out, total);
-    return;
-  }
-  float sums[kLanes];
-  store(sums, total);
-  for (int64_t i = 0; i < op.weight.out_features - first; ++i) {
-    if (bias) sums[i] += bias[i];
-    if (residual) sums[i] += residual[i];
-    out[i] = sums[i];
-  }
-}
 
 // --- the scales of a group -----------------------------------------------------------------------
 
@@ -233,7 +204,7 @@ inline Floats weight_of(Ints code, Floats scale, Floats base) {
 }
 
 template <int Bits, bool Offset>
-inline void dequantize(const qinfer_tiled_weight& w, int64_t tile, int64_t step, float* out) {
+void dequantize(const qinfer_tiled_weight& w, int64_t tile, int64_t step, float* out) {
   constexpr int kParts = 8 / Bits;
   constexpr int kLoads = kStep / 4 / kParts;
   const int64_t groups = ceil_div(w.in_features, w.group_size);
@@ -257,40 +228,38 @@ inline void dequantize(const qinfer_tiled_weight& w, int64_t tile, int64_t step,
   }
 }
 
-inline Floats load_weights(const float* p) { return load(p); }
-inline Floats load_weights(const uint16_t* p) { return load_bf16(p); }
+inline void load_pair(const float* p, Floats (&columns)[2]) {
+  columns[0] = load(p);
+  columns[1] = load(p + kLanes);
+}
 
-// One step of a dense tile, [column][lane].
+// One step of a dense tile.
 template <typename Element>
 inline const Element* dense_step(const qinfer_tiled_weight& w, int64_t tile, int64_t step) {
   return static_cast<const Element*>(w.data) + (tile * w.in_features + step * kStep) * kLanes;
 }
 
-template <int Bits>
-inline void dequantize(const qinfer_tiled_weight& w, int64_t tile, int64_t step, float* out) {
-  if (w.offsets != nullptr) {
-    dequantize<Bits, true>(w, tile, step, out);
-  } else {
-    dequantize<Bits, false>(w, tile, step, out);
+void widen(const qinfer_tiled_weight& w, int64_t tile, int64_t step, float* out) {
+  const uint16_t* bits = dense_step<uint16_t>(w, tile, step);
+  for (int i = 0; i < kStep * kLanes; i += 2 * kLanes) {
+    Floats columns[2];
+    load_pair(bits + i, columns);
+    store(out + i, columns[0]);
+    store(out + i + kLanes, columns[1]);
   }
 }
 
-// The panel of one step of a tile; float32 weights are read in place.
-inline const float* panel(const qinfer_tiled_weight& w, int64_t tile, int64_t step, Panel& room) {
+// Makes the panel of one step of a tile.
+using Unpack = void (*)(const qinfer_tiled_weight& w, int64_t tile, int64_t step, float* out);
+
+// NULL for float32 weights, which are read in place.
+inline Unpack unpack_for(const qinfer_tiled_weight& w) {
+  const bool offsets = w.offsets != nullptr;
   switch (w.kind) {
-    case QINFER_W4:
-      dequantize<4>(w, tile, step, room.weights);
-      return room.weights;
-    case QINFER_W8:
-      dequantize<8>(w, tile, step, room.weights);
-      return room.weights;
-    case QINFER_WBF16: {
-      const uint16_t* bits = dense_step<uint16_t>(w, tile, step);
-      for (int i = 0; i < kStep * kLanes; i += kLanes) store(room.weights + i, load_bf16(bits + i));
-      return room.weights;
-    }
-    default:
-      return dense_step<float>(w, tile, step);
+    case QINFER_W4: return offsets ? dequantize<4, true> : dequantize<4, false>;
+    case QINFER_W8: return offsets ? dequantize<8, true> : dequantize<8, false>;
+    case QINFER_WBF16: return widen;
+    default: return nullptr;
   }
 }
 
@@ -324,13 +293,15 @@ void add_step(const Element* const* panels, const float* x, int64_t stride, Sums
   for (int r = 0; r < Rows; ++r) {
     for (int t = 0; t < Tiles; ++t) total[r][t] = fill(0.0f);
   }
-#pragma GCC unroll 4
-  for (int column = 0; column < kStep; ++column) {
-    Floats weights[Tiles];
-    for (int t = 0; t < Tiles; ++t) weights[t] = load_weights(panels[t] + column * kLanes);
-    for (int r = 0; r < Rows; ++r) {
-      const Floats value = fill(x[r * stride + column]);
-      for (int t = 0; t < Tiles; ++t) total[r][t] = fma(value, weights[t], total[r][t]);
+#pragma GCC unroll 2
+  for (int column = 0; column < kStep; column += 2) {
+    Floats weights[Tiles][2];
+    for (int t = 0; t < Tiles; ++t) load_pair(panels[t] + column * kLanes, weights[t]);
+    for (int i = 0; i < 2; ++i) {
+      for (int r = 0; r < Rows; ++r) {
+        const Floats value = fill(x[r * stride + column + i]);
+        for (int t = 0; t < Tiles; ++t) total[r][t] = fma(value, weights[t][i], total[r][t]);
+      }
     }
   }
   for (int r = 0; r < Rows; ++r) {
@@ -392,23 +363,27 @@ void float_unit(const qinfer_linear& op, int64_t begin, int64_t end, int64_t til
   for (int64_t r = 0; r < end - begin; ++r) {
     for (Sum& sum : sums[r]) sum.clear();
   }
-  // Widened once for all tokens, unless there are so few that each step is read once anyway.
-  const bool widen = w.kind != QINFER_WBF16 || end - begin > kRows;
+  // Unpacked once for all tokens; bf16 not where there are so few that each step is read once anyway.
+  const bool in_place = w.kind == QINFER_WBF16 && end - begin <= kRows;
+  const Unpack unpack = unpack_for(w);
   Panel rooms[kFloatTiles];
   for (int64_t step = 0; step < w.in_features / kStep; ++step) {
     const float* panels[kFloatTiles];
     const uint16_t* bits[kFloatTiles];
     for (int64_t t = 0; t < tiles; ++t) {
-      if (widen) {
-        panels[t] = panel(w, tile + t, step, rooms[t]);
-      } else {
+      if (in_place) {
         bits[t] = dense_step<uint16_t>(w, tile + t, step);
+      } else if (unpack != nullptr) {
+        unpack(w, tile + t, step, rooms[t].weights);
+        panels[t] = rooms[t].weights;
+      } else {
+        panels[t] = dense_step<float>(w, tile + t, step);
       }
     }
-    if (widen) {
-      float_step(op, begin, end, step, panels, tiles, sums);
-    } else {
+    if (in_place) {
       float_step(op, begin, end, step, bits, tiles, sums);
+    } else {
+      float_step(op, begin, end, step, panels, tiles, sums);
     }
   }
   for (int64_t token = begin; token < end; ++token) {
@@ -419,9 +394,6 @@ void float_unit(const qinfer_linear& op, int64_t begin, int64_t end, int64_t til
 }
 
 // --- the split over blocks and threads -----------------------------------------------------------
-
-using Unit = void (*)(const qinfer_linear& op, int64_t begin, int64_t end, int64_t tile,
-                      int64_t tiles);
 
 // The functions for one kind of weight.
 struct Int8Functions {
@@ -440,15 +412,6 @@ Int8Functions int8_functions(const qinfer_tiled_weight& w) {
   return w.kind == QINFER_W4 ? int8_functions<4>(affine) : int8_functions<8>(affine);
 }
 
-// Tokens per block: blocks of about equal size, whole multiples of kRows.
-int64_t block_tokens(const qinfer_linear& op, int64_t tokens) {
-  const int64_t row_bytes = op.weight.in_features * (op.int8_rows ? 1 : sizeof(float));
-  int64_t most = smaller(kMaxBlock, kBlockBytes / row_bytes);
-  most = most < kRows ? kRows : most / kRows * kRows;
-  const int64_t blocks = ceil_div(tokens, most);
-  return ceil_div(ceil_div(tokens, blocks), kRows) * kRows;
-}
-
 }  // namespace
 
 void linear(const void* args, int32_t thread, int32_t threads) {
@@ -465,15 +428,8 @@ void linear(const void* args, int32_t thread, int32_t threads) {
     }
     unit = functions.unit;
   }
-  const int64_t block = block_tokens(op, tokens);
-  const int64_t unit_tiles = op.int8_rows ? 1 : kFloatTiles;
-  const int64_t columns = ceil_div(tiles, unit_tiles);
-  const int64_t units = columns * ceil_div(tokens, block);
-  // Units go token block by token block, so that a thread reads its part of the weights in order.
-  for (int64_t i = units * thread / threads; i < units * (thread + 1) / threads; ++i) {
-    const int64_t begin = i / columns * block, tile = i % columns * unit_tiles;
-    unit(op, begin, smaller(tokens, begin + block), tile, smaller(unit_tiles, tiles - tile));
-  }
+  const int64_t row_bytes = op.weight.in_features * (op.int8_rows ? 1 : sizeof(float));
+  for_units(op, row_bytes, op.int8_rows ? 1 : kFloatTiles, unit, thread, threads);
 }
 
 }  // namespace QINFER_ISA

@@ -5,7 +5,8 @@
 //   4 bits: per 8 columns 64 bytes; byte 4 * row + i holds column i in its low and column 4 + i in
 //           its high nibble, as unsigned codes (code + 8).
 //   8 bits: per 4 columns 64 bytes; byte 4 * row + i holds column i, as unsigned codes (code + 128).
-//   bf16, fp32: per column 16 elements, one per row.
+//   bf16: per 2 columns 64 bytes; element 2 * row + i is column i.
+//   fp32: per column 16 elements, one per row.
 // Scales, and zeros or offsets, per tile and group: [tiles, groups, 16]. An unsigned code stands for
 //   (code - zero) * scale, or code * scale + offset
 #pragma once
@@ -32,6 +33,7 @@ typedef struct qinfer_tiled_weight {
 
 // out[t, n] = sum_k x[t, k] W[n, k] + bias[n] + residual[t, n], float32.
 // Exactly one of `int8_rows` (W4, W8) and `float_rows` (all kinds; the exact mode) is given.
+// QINFER_OP_LINEAR_BF16 rounds `float_rows` to bf16; its weight is of that kind (linear_bf16.cpp).
 typedef struct qinfer_linear {
   qinfer_tiled_weight weight;
   const qinfer_int8_rows* int8_rows;  // [tokens, in_features padded]

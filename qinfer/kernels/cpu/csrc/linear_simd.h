@@ -3,6 +3,7 @@
 //
 //   Floats, Ints       16 float32, 16 int32
 //   Codes              4 columns x 16 rows of unsigned codes, in the order of the tiles
+//   load_pair          two columns of 16 rows of a bf16 tile
 //   Dot<bits>          the running dot product of a group of 32 columns, exact in integers
 //   kRows, kFloatTiles      tokens and tiles whose sums are kept in registers together
 #pragma once
@@ -44,9 +45,11 @@ inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c
 inline Floats load_half(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
-inline Floats load_bf16(const uint16_t* p) {
-  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+// Two columns of 16 rows, which lie in pairs.
+inline void load_pair(const uint16_t* p, Floats (&columns)[2]) {
+  const __m512i bits = _mm512_loadu_si512(p);
+  columns[0] = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+  columns[1] = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(-65536)));
 }
 
 inline Ints fill_int(int32_t x) { return _mm512_set1_epi32(x); }
@@ -119,11 +122,14 @@ inline __m128i load_eight(const void* p) {
 inline Floats load_half(const uint16_t* p) {
   return {_mm256_cvtph_ps(load_eight(p)), _mm256_cvtph_ps(load_eight(p + 8))};
 }
-inline __m256 widen_bf16(__m128i bits) {
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
-}
-inline Floats load_bf16(const uint16_t* p) {
-  return {widen_bf16(load_eight(p)), widen_bf16(load_eight(p + 8))};
+inline void load_pair(const uint16_t* p, Floats (&columns)[2]) {
+  const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 16));
+  const __m256i odd = _mm256_set1_epi32(-65536);
+  columns[0] = {_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)),
+                _mm256_castsi256_ps(_mm256_slli_epi32(high, 16))};
+  columns[1] = {_mm256_castsi256_ps(_mm256_and_si256(low, odd)),
+                _mm256_castsi256_ps(_mm256_and_si256(high, odd))};
 }
 
 inline Ints fill_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
@@ -268,8 +274,11 @@ inline Floats fma(const Floats& a, const Floats& b, const Floats& c) {
 inline Floats load_half(const uint16_t* p) {
   return each_lane<float>([=](int i) { return half_to_float(p[i]); });
 }
-inline Floats load_bf16(const uint16_t* p) {
-  return each_lane<float>([=](int i) { return from_bits(static_cast<uint32_t>(p[i]) << 16); });
+inline void load_pair(const uint16_t* p, Floats (&columns)[2]) {
+  for (int i = 0; i < 2; ++i) {
+    columns[i] = each_lane<float>(
+        [=](int row) { return from_bits(static_cast<uint32_t>(p[2 * row + i]) << 16); });
+  }
 }
 
 inline Ints fill_int(int32_t x) {

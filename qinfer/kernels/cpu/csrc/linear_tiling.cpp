@@ -82,14 +82,17 @@ void tile_codes(const int8_t* codes, int64_t out_features, int64_t in_features,
              });
 }
 
-template <typename Element>
+// Columns lie in runs of `run`, within which each row has its elements together.
+template <typename Element, int64_t run>
 void tile_dense(const void* weight, int64_t out_features, int64_t in_features, void* tiles) {
   for_blocks(static_cast<const Element*>(weight), out_features, in_features, nullptr,
              kTileRows * kColumns * int64_t{sizeof(Element)}, tiles,
              [](const Block<Element>& block, void* to) {
                Element* elements = static_cast<Element*>(to);
-               for (int64_t k = 0; k < kColumns; ++k) {
-                 for (const auto& row : block.rows) *elements++ = row[k];
+               for (int64_t k = 0; k < kColumns; k += run) {
+                 for (const auto& row : block.rows) {
+                   for (int64_t i = 0; i < run; ++i) *elements++ = row[k + i];
+                 }
                }
              });
 }
@@ -115,7 +118,7 @@ extern "C" int32_t qinfer_tile_dense(const void* weight, int64_t out_features, i
       out_features < 0 || in_features < 0 || (kind != QINFER_WBF16 && kind != QINFER_WFP32)) {
     return QINFER_BAD_ARGUMENT;
   }
-  const auto tile = kind == QINFER_WBF16 ? qinfer::tile_dense<uint16_t> : qinfer::tile_dense<float>;
+  const auto tile = kind == QINFER_WBF16 ? qinfer::tile_dense<uint16_t, 2> : qinfer::tile_dense<float, 1>;
   tile(weight, out_features, in_features, tiles);
   return QINFER_OK;
 }

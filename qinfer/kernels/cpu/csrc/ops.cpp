@@ -129,15 +129,18 @@ inline int64_t argmax_row(const float* x, int64_t size) {
 inline float float_at(const float* x) { return *x; }
 inline float float_at(const uint16_t* x) { return float_of(static_cast<uint32_t>(*x) << 16); }
 
-// Columns [begin, begin + count) of a row of a table in tiles of 16 rows (linear.h).
-template <typename Element>
+// Columns [begin, begin + count) of a row of a table in tiles of 16 rows, whose columns lie in runs
+// of `run` (linear.h).
+template <typename Element, int64_t run>
 inline void pick(const void* table, int64_t row, int64_t hidden, int64_t begin, int64_t count,
                  float* __restrict to) {
   constexpr int64_t kTileRows = 16;
   const int64_t width = (hidden + kGroup - 1) / kGroup * kGroup;
   const Element* from = static_cast<const Element*>(table) +
-                        (row / kTileRows * width + begin) * kTileRows + row % kTileRows;
-  for (int64_t i = 0; i < count; ++i) to[i] = float_at(from + i * kTileRows);
+                        (row / kTileRows * width + begin) * kTileRows + row % kTileRows * run;
+  for (int64_t i = 0; i < count; ++i) {
+    to[i] = float_at(from + i / run * run * kTileRows + i % run);
+  }
 }
 
 }  // namespace
@@ -150,7 +153,7 @@ void embed(const void* args, int32_t thread, int32_t threads) {
     const int64_t from = op.token_ids[row] * op.hidden + part.column_begin;
     float* to = op.out + row * op.hidden + part.column_begin;
     if (op.tiled != 0) {
-      const auto get = op.dtype == QINFER_BFLOAT16 ? pick<uint16_t> : pick<float>;
+      const auto get = op.dtype == QINFER_BFLOAT16 ? pick<uint16_t, 2> : pick<float, 1>;
       get(op.table, op.token_ids[row], op.hidden, part.column_begin, count, to);
     } else if (op.dtype == QINFER_BFLOAT16) {
       widen(static_cast<const uint16_t*>(op.table) + from, count, to);

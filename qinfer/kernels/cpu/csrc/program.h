@@ -27,7 +27,8 @@ enum qinfer_op_kind {
   QINFER_OP_ARGMAX = 10,      // ops.h: qinfer_argmax
   QINFER_OP_SAMPLE = 11,      // sample.h: qinfer_sample
   QINFER_OP_FAULTS = 12,      // ops.h: qinfer_faults
-  QINFER_OP_KINDS = 13
+  QINFER_OP_LINEAR_BF16 = 13, // linear.h: the same struct; see qinfer_has_op
+  QINFER_OP_KINDS = 14
 };
 
 typedef struct qinfer_op {
@@ -42,6 +43,9 @@ typedef struct qinfer_op {
 // time: concurrent callers wait. Returns a qinfer_status; unless it is QINFER_OK nothing has run.
 #define QINFER_MAX_THREADS 1024
 QINFER_API int32_t qinfer_run(const qinfer_op* ops, int64_t num_ops, int32_t threads);
+
+// Whether the instruction set in use has an op, 1 or 0: QINFER_OP_LINEAR_BF16 needs AVX512-BF16.
+QINFER_API int32_t qinfer_has_op(int32_t kind);
 
 // Activations quantized to int8 per token in groups of QINFER_ACTIVATION_GROUP columns. The one
 // formula, in float32 and with true divisions, for every op that quantizes:

@@ -4,6 +4,13 @@
 #define QINFER_STRING_(x) #x
 #define QINFER_STRING(x) QINFER_STRING_(x)
 
+// Products of bf16 pairs are compiled for AVX512 only.
+#if defined(QINFER_BF16)
+#define QINFER_LINEAR_BF16 linear_bf16
+#else
+#define QINFER_LINEAR_BF16 nullptr
+#endif
+
 namespace qinfer {
 namespace QINFER_ISA {
 
@@ -11,7 +18,7 @@ const Kernels kernels = {
     QINFER_STRING(QINFER_ISA),
     dequantize_rows,
     {nullptr, linear, embed, norm, silu_mul, quantize, gather, rope_store, attention, merge,
-     argmax, sample, faults},
+     argmax, sample, faults, QINFER_LINEAR_BF16},
 };
 
 }  // namespace QINFER_ISA
