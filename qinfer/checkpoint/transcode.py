@@ -20,7 +20,7 @@ from qinfer.checkpoint.writer import DEFAULT_SHARD_BYTES, CheckpointWriter, writ
 from qinfer.errors import CheckpointError, ConfigError, QuantizationError
 from qinfer.formats import compressed, gguf_blocks
 from qinfer.formats.kv_scales import is_kv_scale
-from qinfer.formats.output import OutputFacts, OutputFormat, output_format
+from qinfer.formats.output import HEAD, OutputFacts, OutputFormat, output_format
 from qinfer.formats.settings import ModuleFormat
 from qinfer.formats.table import FORMATS, split_name
 from qinfer.formats.weight import QuantizedWeight
@@ -261,7 +261,7 @@ def _facts(job: _Job) -> OutputFacts:
     return OutputFacts(
         scheme=replace(usual, act_order=ordered),
         modules=job.modules,
-        ignored=tuple(_dense_linears(job)),
+        ignored=(HEAD, *_dense_linears(job)),  # a tied head has no tensor of its own
         desc_act=job.scattered,
         meta=dict(raw["meta"]) if isinstance(raw.get("meta"), dict) else {},
         kv_scheme=raw.get(_KV_SCHEME) if job.target.carries_kv_scheme else None,

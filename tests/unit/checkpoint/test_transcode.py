@@ -145,6 +145,16 @@ def test_mixed_schemes_and_skipped_modules_stay_what_they_are(tmp_path: Path) ->
         assert torch.equal(first.dequantize(), last.dequantize())
 
 
+def test_a_tied_head_is_ignored_by_name(tmp_path: Path) -> None:
+    """It has no tensor, but other engines build a linear for it."""
+    path = write_tiny(tmp_path / "a", tie_word_embeddings=True)
+    quantize_directory(path, WeightScheme(4, 32))
+    assert not open_checkpoint(path).has("lm_head.weight")
+    convert_format(path, tmp_path / "b", name="compressed-tensors")
+    written = json.loads((tmp_path / "b/config.json").read_text())["quantization_config"]
+    assert written["ignore"] == ["lm_head"]
+
+
 def write_eight(path: Path) -> Path:
     quantize_directory(write_tiny(path), WeightScheme(8, None))
     return path
