@@ -182,14 +182,6 @@ def block_linear_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int,
     return shapes
 
 
-def router_names(config: ModelConfig) -> tuple[str, ...]:
-    """Return the module names of all routers of experts: linears that stay unquantized."""
-    if config.moe is None:
-        return ()
-    layers = (layer for layer in range(config.num_layers) if config.is_sparse(layer))
-    return tuple(f"model.layers.{layer}.{config.moe.names.router}" for layer in layers)
-
-
 def block_tensor_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a block's plain tensors: what it must hold beside its linears."""
     hidden = (config.hidden_size,)
