@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the customary name
 
 from qinfer.errors import ConfigError, UnsupportedModelError
+from qinfer.formats.kv_scales import kv_scale_tensors
 from qinfer.formats.weight import QuantizedWeight
 from qinfer.kernels import reference
 from qinfer.models.config import ModelConfig
 from qinfer.models.layers import Weight
+from qinfer.models.load import TORCH_DTYPES
 from qinfer.models.rope import RotaryTable
 from qinfer.quant import conditioning
 from qinfer.quant.conditioning import CHOICES, AttentionSample
@@ -94,12 +96,14 @@ class ConditioningRecord:
         num_windows: calibration windows searched.
         num_tokens: tokens in them.
         layers: in order.
+        static_scales: the largest keys and values became static scales in the checkpoint.
     """
 
     kv: str
     num_windows: int
     num_tokens: int
     layers: tuple[LayerConditioning, ...]
+    static_scales: bool = False
 
     def choice_counts(self) -> dict[str, int]:
         """Return how often each (alpha, beta) was chosen, by its label."""
@@ -143,11 +147,16 @@ class Conditioner:
     Args:
         config: the model's facts.
         scheme: how keys will be stored.
+        static_scales: add the scales of FP8 caches of other engines, one for K and one for V of a
+            layer, to the weights of its block.
     """
 
-    def __init__(self, config: ModelConfig, scheme: KVScheme) -> None:
+    def __init__(
+        self, config: ModelConfig, scheme: KVScheme, *, static_scales: bool = False
+    ) -> None:
         self._config = config
         self._scheme = scheme
+        self._static_scales = static_scales
         self._rotary = RotaryTable(
             config.rope, config.head_dim, min(SEARCH_TOKENS, config.max_position)
         )
@@ -168,7 +177,13 @@ class Conditioner:
         """
         scaled = scaled_tensors(weights, qk_norm=self._config.qk_norm)
         row = self.search(layer, weights, hidden, scaled)
-        return ConditionedBlock(conditioning.fold(scaled, row.factors()), row)
+        changed = conditioning.fold(scaled, row.factors())
+        if self._static_scales:
+            dtype = TORCH_DTYPES[self._config.dtype]
+            scales = kv_scale_tensors(layer, row.k_amax, row.v_amax, dtype)
+            prefix = f"model.layers.{layer}."
+            changed |= {name.removeprefix(prefix): scale for name, scale in scales.items()}
+        return ConditionedBlock(changed, row)
 
     def search(
         self,
@@ -231,7 +246,13 @@ class Conditioner:
             window_lengths: tokens of every calibration window.
         """
         lengths = [min(n, SEARCH_TOKENS) for n in search_windows(window_lengths)]
-        return ConditioningRecord(self._scheme.dtype, len(lengths), sum(lengths), tuple(rows))
+        return ConditioningRecord(
+            kv=self._scheme.dtype,
+            num_windows=len(lengths),
+            num_tokens=sum(lengths),
+            layers=tuple(rows),
+            static_scales=self._static_scales,
+        )
 
     def _sample(self, weights: Mapping[str, Weight], hidden: torch.Tensor) -> AttentionSample:
         """Return what attention reads in one window, as the decoder block computes it."""
@@ -277,6 +298,7 @@ def plan_conditioning(
     config: ModelConfig,
     scheme: KVScheme | None,
     calibrated: bool,
+    static_scales: bool = False,
 ) -> ConditioningPlan:
     """Decide by the `condition_kv` of `QuantizeConfig`.
 
@@ -286,6 +308,7 @@ def plan_conditioning(
         config: the model's facts.
         scheme: the KV scheme that will be recorded; None = none.
         calibrated: whether there are calibration windows.
+        static_scales: see `Conditioner`.
 
     Raises:
         ConfigError: `on`, without a quantized KV scheme or without calibration.
@@ -309,7 +332,7 @@ def plan_conditioning(
         )
     reason = why_not(source_config)
     if reason is None:
-        return ConditioningPlan(Conditioner(config, scheme))
+        return ConditioningPlan(Conditioner(config, scheme, static_scales=static_scales))
     if policy == "on":
         raise UnsupportedModelError(f"condition_kv on: the model cannot be conditioned: {reason}")
     return ConditioningPlan(notice=f"keys were not conditioned: {reason}")

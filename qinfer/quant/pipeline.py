@@ -29,6 +29,12 @@ from qinfer.quant.block_run import CalibratedRun, first_unfinished, round_blocks
 from qinfer.quant.budget import Budget
 from qinfer.quant.calibration import CalibrationSet, load_calibration
 from qinfer.quant.commit import kept_rows
+from qinfer.quant.conditioner import (
+    ConditioningPlan,
+    ConditioningRecord,
+    LayerConditioning,
+    plan_conditioning,
+)
 from qinfer.quant.config import QuantizeConfig
 from qinfer.quant.experts import under_seen
 from qinfer.quant.fingerprint import fingerprint
@@ -82,12 +88,13 @@ def quantize(  # noqa: PLR0913 - each is an option of the command
     config = QuantizeConfig(**options)
     target = None if dry_run else _free_path(out)
     job = prepare(open_checkpoint(resolve_model(model, revision=revision)), config)
+    plan = _plan_conditioning(job)
     if target is None:
         rows = tuple(plain_row(item) for item in job.plan.targets)
         report = _report(job, rows, None)
     else:
         with Workers(threads) as workers, PartialDirectory(target, restart=restart) as partial:
-            report = _run(job, partial, workers, memory, on_progress or _ignore)
+            report = _run(job, plan, partial, workers, memory, on_progress or _ignore)
         report = replace(report, out=target)
     seconds = time.monotonic() - started
     return replace(report, seconds=seconds, peak_rss_bytes=_peak_rss_bytes())
@@ -101,8 +108,23 @@ def _free_path(out: str | Path | None) -> Path:
     return path
 
 
+def _plan_conditioning(job: Job) -> ConditioningPlan:
+    """Decide whether keys are conditioned, and whether static scales of the cache are measured."""
+    kv = job.config.kv_scheme()
+    static = job.plan.form.carries_kv_scheme and job.num_run == job.model.num_layers
+    return plan_conditioning(
+        job.config.condition_kv,
+        source_config=job.source.config,
+        config=job.model,
+        scheme=kv,
+        calibrated=job.config.calibrated,
+        static_scales=static and kv is not None and kv.dtype == "fp8_e4m3",
+    )
+
+
 def _run(
     job: Job,
+    plan: ConditioningPlan,
     partial: PartialDirectory,
     workers: Workers,
     memory: int | None,
@@ -131,11 +153,17 @@ def _run(
             workers,
             progress=progress,
             in_memory=budget.in_memory,
+            conditioner=plan.conditioner,
         ).run()
+    record = _conditioning_record(job, plan, partial, calibration)
     report = _report(job, _rows(job, partial), calibration)
+    if record is not None:
+        report = replace(report, conditioning=record.summary())
+    elif plan.notice is not None:
+        report = replace(report, conditioning={"notice": plan.notice})
     if job.config.strict and report.fallback_modules:
         raise QuantizationError(_strict_message(report, partial.path))
-    _assemble(job, partial, report)
+    _assemble(job, partial, report, record)
     return replace(report, resumed_at=first or None)
 
 
@@ -153,6 +181,22 @@ def _calibration(job: Job) -> CalibrationSet | None:
     )
 
 
+def _conditioning_record(
+    job: Job,
+    plan: ConditioningPlan,
+    partial: PartialDirectory,
+    calibration: CalibrationSet | None,
+) -> ConditioningRecord | None:
+    """Return the record of the finished blocks; None if keys were not conditioned."""
+    if plan.conditioner is None or calibration is None:
+        return None
+    rows = [
+        LayerConditioning.from_dict(partial.block_facts(layer)["conditioning"])
+        for layer in range(job.num_run)
+    ]
+    return plan.conditioner.record(rows, [len(window) for window in calibration.windows])
+
+
 def _rows(job: Job, partial: PartialDirectory) -> tuple[ModuleRow, ...]:
     """Return the row of every module, in the model's order."""
     rows = {target.name: plain_row(target) for target in job.plan.targets}
@@ -161,12 +205,15 @@ def _rows(job: Job, partial: PartialDirectory) -> tuple[ModuleRow, ...]:
     return tuple(rows.values())
 
 
-def _assemble(job: Job, partial: PartialDirectory, report: QuantReport) -> None:
+def _assemble(
+    job: Job, partial: PartialDirectory, report: QuantReport, record: ConditioningRecord | None
+) -> None:
     """Write the checkpoint from the finished blocks and the source, and give it its name."""
     folder = partial.begin_result()
     write_shards(folder, _pieces(job, partial))
     copy_companions(job.source.path, folder)
-    for name, data in output.json_files(job.source.config, job.plan, job.config).items():
+    files = output.json_files(job.source.config, job.plan, job.config, record)
+    for name, data in files.items():
         write_json(folder / name, data)
     write_json(folder / REPORT_NAME, report.to_dict())
     partial.publish_result()

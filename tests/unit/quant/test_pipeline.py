@@ -32,7 +32,7 @@ from qinfer.quant.solver import SolverOptions, solve_modules
 from qinfer.quant.targets import Target
 from qinfer.schemes import WeightScheme
 
-SMALL: dict[str, Any] = {"num_samples": 6, "seq_len": 48, "group_size": 32}
+SMALL: dict[str, Any] = {"num_samples": 6, "seq_len": 48, "group_size": 32, "condition_kv": "off"}
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor | QuantizedWeight]:
