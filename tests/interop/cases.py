@@ -42,14 +42,12 @@ class Ours:
         options: of `quantize`.
         peers: who loads it.
         refused: by an engine's name, part of its reason why it cannot run this: no failure of ours.
-        engine: how qinfer runs it; int8 activations where the format asks for them.
     """
 
     name: str
     options: Mapping[str, Any]
     peers: tuple[Peer, ...]
     refused: Mapping[str, str] = field(default_factory=dict)
-    engine: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +60,6 @@ class Theirs:
         script: makes it.
         options: for the script.
         peer: who says what is right, after loading it too.
-        engine: how qinfer runs it.
     """
 
     name: str
@@ -70,7 +67,6 @@ class Theirs:
     script: Path
     options: Mapping[str, Any]
     peer: Peer
-    engine: Mapping[str, str] = field(default_factory=dict)
 
 
 # Its torch kernels take no float32.

@@ -12,6 +12,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -43,13 +44,8 @@ TINY: dict[str, Any] = {
 }
 SEQUENCES, LENGTH = 2, 96
 CALIBRATION_WINDOWS, CALIBRATION_LENGTH = 8, 128
-TIMEOUT = 900
 # Loaded right, a checkpoint is nearer to itself elsewhere than to its source, by so much at least.
 MARGIN = 10
-
-
-class FailedError(Exception):
-    """A process failed; the message is its last line."""
 
 
 class Bench:
@@ -63,68 +59,79 @@ class Bench:
         generator = torch.Generator().manual_seed(0)
 
         def draw(name: str, count: int, length: int) -> list[list[int]]:
-            ids = torch.randint(0, 256, (count, length), generator=generator).tolist()
+            ids: list[list[int]] = torch.randint(
+                0, 256, (count, length), generator=generator
+            ).tolist()
             (folder / name).write_text(json.dumps(ids), encoding="utf-8")
             return ids
 
         self.tokens = draw("tokens.json", SEQUENCES, LENGTH)
         draw("calibration.json", CALIBRATION_WINDOWS, CALIBRATION_LENGTH)
-        self.unquantized = self.ours(self.source, EXACT)
+        self.unquantized = self.predict(self.source)
 
-    def ours(self, checkpoint: Path, engine: dict[str, str]) -> torch.Tensor:
+    def predict(self, checkpoint: Path) -> torch.Tensor:
         """Return qinfer's log-probabilities `[rows, vocab]` of all positions but the last."""
         rows: dict[tuple[int, int], torch.Tensor] = {}
 
         def keep(sequence: int, position: int, values: torch.Tensor) -> None:
             rows[sequence, position] = values.clone()
 
-        with LLM(checkpoint, device="cpu", max_model_len=LENGTH, **engine) as llm:
+        with LLM(checkpoint, device="cpu", max_model_len=LENGTH, **EXACT) as llm:
             llm.score(self.tokens, keep)
         return torch.cat([rows[key] for key in sorted(rows)])
 
-    def theirs(self, peer: Peer, checkpoint: Path) -> torch.Tensor:
-        """Return the same of another engine.
+    def run(
+        self,
+        environment: Environment,
+        script: Path,
+        tasks: list[list[str]],
+        variables: tuple[str, ...] = (),
+    ) -> list[str | None]:
+        """Run a script's tasks in an environment; return why each failed, or None.
 
         Raises:
-            UnavailableError: it cannot be installed.
-            FailedError: it failed.
+            UnavailableError: the environment cannot be made.
         """
-        out = self.folder / "logits.safetensors"
-        out.unlink(missing_ok=True)
-        command = [str(PROCESSES / peer.script), str(checkpoint), str(self.folder / "tokens.json")]
-        log = f"{checkpoint.name}-{peer.script}.log"
-        self._run(peer.environment, [*command, str(out), peer.dtype], log, peer.variables)
-        logits = load_file(out)
-        rows = [logits[str(index)][: LENGTH - 1] for index in range(SEQUENCES)]
-        return torch.log_softmax(torch.cat(rows).double(), -1).float()
-
-    def make(self, case: Theirs) -> Path:
-        """Let another tool make a checkpoint; raises as `theirs` does."""
-        out = self.folder / _file_name(case.name)
-        inputs = [str(self.source), str(self.folder / "calibration.json"), str(out)]
-        command = [str(case.script), *inputs, json.dumps(case.options)]
-        self._run(case.environment, command, f"{out.name}-make.log", ())
-        return out
-
-    def _run(
-        self, environment: Environment, command: list[str], log: str, variables: tuple[str, ...]
-    ) -> None:
         python = ensure(environment, self.cache, install=self.install)
+        stem = f"{environment.name}-{script.stem}"
+        log, inputs, results = (
+            self.folder / f"{stem}.{ending}" for ending in ("log", "tasks.json", "results.json")
+        )
+        inputs.write_text(json.dumps(tasks), encoding="utf-8")
         common = ["OMP_NUM_THREADS=1", "HF_HUB_OFFLINE=1", "GPTQMODEL_CPU_WORKERS=2"]
-        path = self.folder / log
-        with path.open("wb") as output:
+        command = [python, str(PROCESSES / "many.py"), str(script), str(inputs), str(results)]
+        with log.open("wb") as output:
             done = subprocess.run(
-                ["env", *common, *variables, python, *command],
+                ["env", *common, *variables, *command],
                 stdout=output,
                 stderr=output,
                 cwd=self.folder,
-                timeout=TIMEOUT,
                 check=False,
             )
-        if done.returncode:
-            lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-            words = [line.strip() for line in lines if line.strip()]
-            raise FailedError(f"{words[-1][-300:] if words else 'no output'} ({path.name})")
+        found: list[str | None] = []
+        if results.exists():
+            found = json.loads(results.read_text(encoding="utf-8"))
+        rest = len(tasks) - len(found)
+        return found + [f"the process died ({done.returncode}); see {log}"] * rest
+
+
+@dataclass(slots=True)
+class Job:
+    """A checkpoint that an engine has to load.
+
+    Args:
+        row: of the record.
+        peer: the engine.
+        checkpoint: where it lies.
+        ours: what qinfer predicts with it.
+        refused: part of the engine's reason why it cannot run it, if it cannot.
+    """
+
+    row: dict[str, Any]
+    peer: Peer
+    checkpoint: Path
+    ours: torch.Tensor
+    refused: str | None = None
 
 
 def compare(
@@ -144,45 +151,79 @@ def compare(
     }
 
 
-def load_ours(bench: Bench, case: Ours, wanted: str) -> list[dict[str, Any]]:
-    """Write a checkpoint and let the others load it; one entry per engine."""
+def write_ours(bench: Bench, case: Ours, wanted: str) -> list[Job | dict[str, Any]]:
+    """Write a checkpoint; return a job for each engine, or a row for each that says what failed."""
     out = bench.folder / _file_name(case.name)
-    rows = [_entry("ours", case.name, peer) for peer in case.peers if wanted in peer.name]
-    if not rows:
+    peers = [peer for peer in case.peers if wanted in peer.name]
+    rows = [_entry("ours", case.name, peer) for peer in peers]
+    if not peers:
         return []
     try:
         quantize(bench.source, out, num_samples=8, seq_len=128, **case.options)
-        ours = bench.ours(out, EXACT | dict(case.engine))
-    except (QinferError, TypeError) as error:
-        return [row | {"error": f"qinfer: {error}", "passed": False} for row in rows]
-    peers = [peer for peer in case.peers if wanted in peer.name]
-    return [row | _against(bench, peer, out, ours) for row, peer in zip(rows, peers, strict=True)]
-
-
-def load_theirs(bench: Bench, case: Theirs) -> dict[str, Any]:
-    """Let another tool write a checkpoint, and load it there and here."""
-    row = _entry("theirs", case.name, case.peer)
-    try:
-        out = bench.make(case)
-    except UnavailableError as error:
-        return row | {"absent": str(error)}
-    except FailedError as error:
-        return row | {"absent": f"not written: {error}"}
-    try:
-        ours = bench.ours(out, EXACT | dict(case.engine))
+        ours = bench.predict(out)
     except QinferError as error:
-        return row | {"error": f"qinfer: {error}", "passed": False}
-    return row | _against(bench, case.peer, out, ours)
+        return [row | {"error": f"qinfer: {error}", "passed": False} for row in rows]
+    return [
+        Job(row, peer, out, ours, case.refused.get(peer.name))
+        for row, peer in zip(rows, peers, strict=True)
+    ]
 
 
-def _against(bench: Bench, peer: Peer, checkpoint: Path, ours: torch.Tensor) -> dict[str, Any]:
+def write_theirs(bench: Bench, cases: list[Theirs]) -> list[Job | dict[str, Any]]:
+    """Let other tools write checkpoints; return a job for each, or a row that says what failed."""
+    results: list[Job | dict[str, Any]] = []
+    for script in dict.fromkeys(case.script for case in cases):
+        group = [case for case in cases if case.script == script]
+        outs = [bench.folder / _file_name(case.name) for case in group]
+        inputs = [str(bench.source), str(bench.folder / "calibration.json")]
+        tasks = [
+            [*inputs, str(out), json.dumps(case.options)]
+            for case, out in zip(group, outs, strict=True)
+        ]
+        try:
+            errors = bench.run(group[0].environment, script, tasks)
+        except UnavailableError as error:
+            errors = [str(error)] * len(group)
+        for case, out, failed in zip(group, outs, errors, strict=True):
+            row = _entry("theirs", case.name, case.peer)
+            if failed is not None:
+                results.append(row | {"absent": f"not written: {failed}"})
+                continue
+            try:
+                results.append(Job(row, case.peer, out, bench.predict(out)))
+            except QinferError as error:
+                results.append(row | {"error": f"qinfer: {error}", "passed": False})
+    return results
+
+
+def load_all(bench: Bench, jobs: list[Job]) -> None:
+    """Let one engine load its checkpoints, and put what came out into the jobs' rows."""
+    peer = jobs[0].peer
+    outs = [bench.folder / f"{job.checkpoint.name}-{peer.environment.name}.out" for job in jobs]
+    tokens = str(bench.folder / "tokens.json")
+    tasks = [
+        [str(job.checkpoint), tokens, str(out), peer.dtype]
+        for job, out in zip(jobs, outs, strict=True)
+    ]
     try:
-        theirs = bench.theirs(peer, checkpoint)
+        errors = bench.run(peer.environment, PROCESSES / peer.script, tasks, peer.variables)
     except UnavailableError as error:
-        return {"absent": str(error)}
-    except (FailedError, subprocess.TimeoutExpired) as error:
-        return {"error": str(error), "passed": False}
-    return compare(ours, theirs, bench.unquantized, peer.limit)
+        for job in jobs:
+            job.row["absent"] = str(error)
+        return
+    for job, out, failed in zip(jobs, outs, errors, strict=True):
+        if failed is None:
+            job.row.update(compare(job.ours, _read(out), bench.unquantized, job.peer.limit))
+        elif job.refused is not None and job.refused in failed:
+            job.row["refused"] = failed
+        else:
+            job.row.update(error=failed, passed=False)
+
+
+def _read(out: Path) -> torch.Tensor:
+    logits = load_file(out)
+    rows = [logits[str(index)][: LENGTH - 1] for index in range(SEQUENCES)]
+    return torch.log_softmax(torch.cat(rows).double(), -1).float()
 
 
 def _entry(direction: str, name: str, peer: Peer) -> dict[str, Any]:
@@ -203,27 +244,30 @@ def _file_name(text: str) -> str:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Do the cases that are wanted and return the record."""
     bench = Bench(args.cache / "interop", args.cache, install=not args.no_install)
-    rows: list[dict[str, Any]] = []
-
-    def add(new: list[dict[str, Any]]) -> None:
-        rows.extend(new)
-        for row in new:
-            sys.stdout.write(f"{' '.join(_cells(row))}\n")
-            sys.stdout.flush()
-
-    for ours in OURS:
-        if args.only in ours.name:
-            add(load_ours(bench, ours, args.engine))
-    for theirs in THEIRS:
-        if args.only in theirs.name and args.engine in theirs.peer.name:
-            add([load_theirs(bench, theirs)])
+    results: list[Job | dict[str, Any]] = []
+    for case in OURS:
+        if args.only in case.name:
+            _say(f"writing {case.name} ...")
+            results += write_ours(bench, case, args.engine)
+    theirs = [c for c in THEIRS if args.only in c.name and args.engine in c.peer.name]
+    _say(f"letting others write {len(theirs)} checkpoints ...")
+    results += write_theirs(bench, theirs)
+    jobs = [result for result in results if isinstance(result, Job)]
+    for name in dict.fromkeys(job.peer.name for job in jobs):
+        _say(f"loading in {name} ...")
+        load_all(bench, [job for job in jobs if job.peer.name == name])
     return {
         "format_version": 1,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": describe_machine(),
         "qinfer": describe_qinfer(ROOT),
-        "rows": rows,
+        "rows": [result.row if isinstance(result, Job) else result for result in results],
     }
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def markdown(record: dict[str, Any]) -> str:

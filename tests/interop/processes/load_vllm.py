@@ -12,11 +12,19 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from vllm import LLM, SamplingParams
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.inputs import TokensPrompt
 
 
 def main(checkpoint: str, tokens: str, out: str, dtype: str) -> None:
     sequences = json.loads(Path(tokens).read_text(encoding="utf-8"))
+    try:
+        save_file(_predict(checkpoint, sequences, dtype), out)
+    finally:
+        cleanup_dist_env_and_memory()  # another engine may follow in this process
+
+
+def _predict(checkpoint: str, sequences: list[list[int]], dtype: str) -> dict[str, torch.Tensor]:
     longest = max(len(ids) for ids in sequences)
     llm = LLM(
         checkpoint,
@@ -39,7 +47,7 @@ def main(checkpoint: str, tokens: str, out: str, dtype: str) -> None:
             for position in output.prompt_logprobs[1:]
         ]
         result[str(index)] = torch.tensor(rows, dtype=torch.float32)
-    save_file(result, out)
+    return result
 
 
 if __name__ == "__main__":
