@@ -17,6 +17,7 @@ from support.gguf_files import write_gguf
 from support.gptq_reader import dequantize_checkpoint
 from support.quantized import quantize_directory
 
+from qinfer import LLM, SamplingParams
 from qinfer.checkpoint.reader import open_checkpoint
 from qinfer.cli.main import cli
 from qinfer.errors import (
@@ -93,6 +94,19 @@ def test_convert_to_another_format_prints_and_keeps_its_proof(tmp_path: Path) ->
     run("convert", tmp_path / "ct", "-o", tmp_path / "copy")
     assert not (tmp_path / "copy/quantize_config.json").exists()
     assert inspect(tmp_path / "copy")["quantization"] == inspect(tmp_path / "ct")["quantization"]
+
+
+def test_the_engine_answers_alike_from_either_format(tmp_path: Path) -> None:
+    source = write_tiny(tmp_path / "source")
+    quantize_directory(source, WeightScheme(4, 32))
+    run("convert", source, "-o", tmp_path / "ct", "--format", "compressed-tensors")
+    prompts = [{"prompt_token_ids": list(range(start, start + 12))} for start in (3, 90)]
+    answers = []
+    for path in (source, tmp_path / "ct"):
+        llm = LLM(path, max_model_len=64)
+        outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8, logprobs=3))
+        answers.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
+    assert answers[0] == answers[1]
 
 
 def test_convert_says_why_a_format_cannot_carry_a_weight(tmp_path: Path) -> None:

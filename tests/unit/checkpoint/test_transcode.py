@@ -145,6 +145,53 @@ def test_mixed_schemes_and_skipped_modules_stay_what_they_are(tmp_path: Path) ->
         assert torch.equal(first.dequantize(), last.dequantize())
 
 
+def test_bfloat16_scales_that_float16_holds_move_both_ways(tmp_path: Path) -> None:
+    before = make(tmp_path / "a", "packed", WeightScheme(4, 32), dtype=torch.bfloat16)
+    convert_format(tmp_path / "a", tmp_path / "b", name="gptq")
+    convert_format(tmp_path / "b", tmp_path / "c", name="compressed-tensors")
+    scales = {part: load_file(tmp_path / part / "model.safetensors") for part in "abc"}
+    assert scales["a"][f"{Q_PROJ}.weight_scale"].dtype == torch.bfloat16
+    assert scales["b"][f"{Q_PROJ}.scales"].dtype == torch.float16
+    assert scales["c"][f"{Q_PROJ}.weight_scale"].dtype == torch.float16
+    for part in ("b", "c"):
+        after = weights_of(tmp_path / part)
+        assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def bnb_directory(path: Path, settings: dict, parts: dict[str, torch.Tensor]) -> Path:
+    """Write a tiny model whose first q_proj is bitsandbytes'."""
+    write_tiny(path)
+    tensors = load_file(path / "model.safetensors")
+    tensors |= {f"{Q_PROJ}.{part}": tensor for part, tensor in parts.items()}
+    save_file(tensors, path / "model.safetensors")
+    edit_json(path / "config.json", quantization_config={"quant_method": "bitsandbytes"} | settings)
+    return path
+
+
+def test_int8_of_bitsandbytes_moves_over_where_float32_scales_do(tmp_path: Path) -> None:
+    codes = torch.randint(-127, 128, (64, 64), dtype=torch.int8)
+    parts = {"weight": codes, "SCB": torch.rand(64) + 0.1}
+    source = bnb_directory(tmp_path / "a", {"load_in_8bit": True}, parts)
+    assert convert_format(source, tmp_path / "b", name="compressed-tensors").equal == 1
+    before, after = (weight_of(open_checkpoint(tmp_path / part), Q_PROJ) for part in "ab")
+    assert torch.equal(before.dequantize(), after.dequantize())
+    with pytest.raises(QuantizationError, match="float32 scales are not exact in float16"):
+        convert_format(source, tmp_path / "c", name="gptq")
+
+
+def test_places_in_a_table_of_values_are_refused(tmp_path: Path) -> None:
+    parts = {
+        "weight": torch.zeros(2048, 1, dtype=torch.uint8),
+        "weight.absmax": torch.ones(64),
+        "weight.quant_map": torch.linspace(-1, 1, 16),
+    }
+    settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    source = bnb_directory(tmp_path / "a", settings, parts)
+    with pytest.raises(QuantizationError, match=r"stored as nf4, codes that are places in a table"):
+        convert_format(source, tmp_path / "b", name="compressed-tensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
 def test_a_tied_head_is_ignored_by_name(tmp_path: Path) -> None:
     """It has no tensor, but other engines build a linear for it."""
     path = write_tiny(tmp_path / "a", tie_word_embeddings=True)
