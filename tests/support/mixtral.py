@@ -20,7 +20,7 @@ def write_as_mixtral(source: Path, path: Path) -> Path:
     for file in source.iterdir():
         if file.suffix != ".safetensors":
             shutil.copy(file, path)
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
         if ".mlp." in name:
             tensors |= _experts(name, tensor)
