@@ -6,6 +6,7 @@ when its file has its final name. The finished checkpoint is assembled in `OUT.p
 then renamed to `OUT`.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -47,6 +48,7 @@ class PartialDirectory:
         self.path = out.with_name(out.name + ".partial")
         self._restart = restart
         self._lock: int | None = None
+        self._owned = False
 
     def __enter__(self) -> Self:
         """Make the folder and lock it.
@@ -81,13 +83,13 @@ class PartialDirectory:
     ) -> None:
         """Unlock; remove the folder if nothing in it is worth keeping."""
         try:
-            if self.path.exists() and self._owned and not self.finished_blocks():
-                self._clear()
-                self.path.rmdir()
+            if self.path.exists():
+                if self._owned and not self.finished_blocks():
+                    self._clear()
+                if not any(self.path.iterdir()):
+                    self.path.rmdir()
         finally:
             self._unlock()
-
-    _owned = False
 
     def claim(self, fingerprint: Mapping[str, Any]) -> None:
         """Take over what a run with the same fingerprint left, or begin.
@@ -200,6 +202,7 @@ class PartialDirectory:
         refuse_existing(self.out)
         with writing(self.out):
             folder.rename(self.out)
+        with contextlib.suppress(OSError, CheckpointError):  # the checkpoint is complete
             sync_folder(self.out.parent)
             self._clear()
             self.path.rmdir()

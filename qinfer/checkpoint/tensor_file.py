@@ -141,7 +141,8 @@ def read_metadata(file: Path) -> dict[str, str]:
     """
     try:
         with file.open("rb") as stream:
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(min(length, file.stat().st_size)))
         return dict(header["__metadata__"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file} has a damaged header: {error}") from error

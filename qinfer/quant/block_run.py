@@ -213,8 +213,9 @@ class CalibratedRun:
             facts["conditioning"] = conditioned.row.to_dict()
         streams: list[Stream] = []
         for item in states:
-            unsolved = () if item.kind else targets
-            own = {n: w if n in unsolved else w.float() for n, w in weights.items()}
+            own = {n: w if n in targets else w.float() for n, w in weights.items()}
+            if item.kind:  # nothing will be solved in this stream
+                own |= {name: weights[name].to(self._runner.dtype) for name in targets}
             streams.append(item.stream(own, streams[0] if streams else None))
         del weights
         results = []

@@ -97,7 +97,12 @@ class DenseStages:
 
 def linear(stream: Stream, name: str, x: torch.Tensor) -> torch.Tensor:
     """Apply the linear `name` of a stream to `x` `[tokens, in]`."""
-    y = F.linear(x, stream.weights[name], stream.weights.get(f"{name}.bias"))
+    weight, bias = stream.weights[name], stream.weights.get(f"{name}.bias")
+    if weight.dtype == torch.float32:
+        y = F.linear(x, weight, bias)
+    else:
+        y = F.linear(x.to(weight.dtype), weight).float()
+        y = y if bias is None else y.add_(bias)
     if stream.tap is not None:
         stream.tap(name, x, y)
     return y

@@ -4,8 +4,10 @@ Owns the choice of solver steps and what is reported of them. It knows nothing o
 samples or files.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -18,6 +20,7 @@ from qinfer.schemes import WeightScheme
 
 _FINE_BITS = 8  # so many that clipping never pays and rounding hardly matters
 _PIECE_ELEMENTS = 1 << 21  # of a weight solved at a time: 8 MiB, several times over
+_WORTH_ELEMENTS = 1 << 19  # below, the steps of a second thread cost as much as they save
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +74,8 @@ def solve_modules(
     weights: Mapping[str, torch.Tensor],
     targets: Mapping[str, Target],
     options: SolverOptions,
+    *,
+    executor: Executor | None = None,
 ) -> Iterator[tuple[str, Solved]]:
     """Quantize the linears that share an input; its Hessian is factored once.
 
@@ -79,6 +84,7 @@ def solve_modules(
         weights: `[out, in]`, any float dtype, by name.
         targets: the linears to solve, by the same names; every one has a scheme.
         options: how.
+        executor: where pieces of weights are solved, each by one thread; None = here.
 
     Yields:
         Name and result, in the order of `targets`.
@@ -89,7 +95,7 @@ def solve_modules(
     """
     with gptq.single_thread():
         problem = _problem(stats, targets, options)
-        solved = _solve_all(problem, weights, targets)
+        solved = _solve_all(problem, weights, targets, executor)
     factor = problem.factor
     for name, target in targets.items():
         quantized, error = solved[name]
@@ -132,7 +138,10 @@ def _shift(cross: torch.Tensor, factor: gptq.Factor) -> torch.Tensor:
 
 
 def _solve_all(
-    problem: _Problem, weights: Mapping[str, torch.Tensor], targets: Mapping[str, Target]
+    problem: _Problem,
+    weights: Mapping[str, torch.Tensor],
+    targets: Mapping[str, Target],
+    executor: Executor | None,
 ) -> dict[str, tuple[QuantizedWeight, float]]:
     """Return each module's quantized weight and error.
 
@@ -148,9 +157,10 @@ def _solve_all(
         for name, W in zip(names, dense, strict=True):
             rtn.fit_groups(W, scheme, name=targets[name].name)  # refuses what has no grid
         label = "/".join(targets[name].name for name in names)
-        rows = max(1, _PIECE_ELEMENTS // dense[0].shape[1])
-        pieces = torch.cat(dense).split(rows)
-        quantized = concat_out([_solve_rows(problem, piece, scheme, label) for piece in pieces])
+        pieces = torch.cat(dense).split(_piece_rows(dense))
+        run = map if executor is None else executor.map
+        solve = partial(_solve_rows, problem, scheme=scheme, name=label)
+        quantized = concat_out(list(run(solve, pieces)))
         start = 0
         for name, W in zip(names, dense, strict=True):
             part = quantized.rows(start, start + len(W))
@@ -158,6 +168,13 @@ def _solve_all(
             solved[name] = part, gptq.relative_error(wanted, part.dequantize(), problem.H)
             start += len(W)
     return solved
+
+
+def _piece_rows(weights: Sequence[torch.Tensor]) -> int:
+    """Return the rows solved at a time, whatever the threads: what is worth it in two halves."""
+    rows, columns = sum(len(W) for W in weights), weights[0].shape[1]
+    halves = 2 if rows * columns >= _WORTH_ELEMENTS else 1
+    return max(1, min(-(-rows // halves), _PIECE_ELEMENTS // columns))
 
 
 def _wanted(problem: _Problem, W: torch.Tensor) -> torch.Tensor:

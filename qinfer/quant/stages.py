@@ -20,8 +20,8 @@ class Stream:
     """The samples on their way through one block, and the weights that they see.
 
     Args:
-        weights: by name inside the block. Those that a stage computes with are float32; a linear
-            that is still to be solved is as the source has it.
+        weights: by name inside the block, float32, but for linears: those that a stage computes
+            with have the type of the products, those still to be solved that of the source.
         hidden: the block's input, `[tokens, hidden]`.
         residual: room for the hidden states inside the block; may be the memory of `hidden`.
         wide: room for what linears read, as wide as the block asks for.
