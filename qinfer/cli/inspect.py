@@ -12,6 +12,7 @@ from qinfer.checkpoint.hub import resolve_model
 from qinfer.checkpoint.reader import Checkpoint, open_checkpoint
 from qinfer.cli import console
 from qinfer.errors import QinferError
+from qinfer.formats.kv_scales import parse_kv_scheme
 from qinfer.kvcache.layout import KVLayout
 from qinfer.models.config import ModelConfig, MoEConfig
 from qinfer.models.tokenizer import load_tokenizer
@@ -87,6 +88,7 @@ def _to_dict(inspection: Inspection) -> dict[str, Any]:
     checkpoint, contents = inspection.checkpoint, inspection.contents
     settings, facts = checkpoint.quantization, inspection.facts
     scheme = checkpoint.kv_scheme
+    static = parse_kv_scheme(settings.raw) if settings else None
     return {
         "kind": "inspection",
         "format_version": FORMAT_VERSION,
@@ -120,6 +122,7 @@ def _to_dict(inspection: Inspection) -> dict[str, Any]:
         if scheme is None
         else {"dtype": scheme.dtype, "granularity": scheme.granularity},
         "kv_bytes_per_token": _kv_bytes(facts, scheme),
+        "static_kv_scales": None if static is None else str(static),
         "tokenizer": inspection.tokenizer,
         "eos_token_ids": _eos_ids(checkpoint),
         "files": {path.name: path.stat().st_size for path in _files(checkpoint.path)},
@@ -232,6 +235,8 @@ def _kv_cache(report: dict[str, Any]) -> str:
     recorded = report["kv_cache"]
     kind = f"{recorded['dtype']} recorded" if recorded else "no type recorded"
     size = report["kv_bytes_per_token"]
+    if report["static_kv_scales"]:
+        kind += f" (scales for {report['static_kv_scales']}, for other engines)"
     return kind if size is None else f"{kind}, {size:,} bytes per token"
 
 

@@ -15,6 +15,7 @@ from support import bnb_files
 from support.checkpoints import edit_json, load_oracle, write_tiny
 from support.gguf_files import write_gguf
 from support.gptq_reader import dequantize_checkpoint
+from support.other_formats import compressed_settings, packed_tensors, put_weights
 from support.quantized import quantize_directory
 
 from qinfer import LLM, SamplingParams
@@ -190,6 +191,22 @@ def test_inspect_a_quantized_model(tmp_path: Path, tiny_llama: Path) -> None:
     table = run("inspect", path)
     for text in ("gptq: 14 x int4 g32 sym", "int8 recorded, 144 bytes per token", "size by part"):
         assert text in table
+
+
+def test_inspect_tells_of_static_scales_of_the_cache(tmp_path: Path, caplog) -> None:
+    """They are known by name, so that loading does not complain, and used by other engines."""
+    path = write_tiny(tmp_path / "model")
+    scheme = WeightScheme(4, 32)
+    names = [f"model.layers.{i}.self_attn.{p}_scale" for i in (0, 1) for p in "kv"]
+    kv_scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    put_weights(
+        path, scheme, packed_tensors, compressed_settings(scheme) | {"kv_cache_scheme": kv_scheme},
+        extra={name: torch.tensor([0.5]) for name in names},
+    )  # fmt: skip
+    assert inspect(path)["static_kv_scales"] == "fp8 per tensor"
+    assert "scales for fp8 per tensor, for other engines" in " ".join(run("inspect", path).split())
+    assert LLM(path, max_model_len=32).generate("ab", SamplingParams(max_tokens=2))
+    assert "does not use" not in caplog.text
 
 
 def test_inspect_tells_why_a_model_cannot_run(tmp_path: Path) -> None:
