@@ -13,7 +13,6 @@ import torch.nn.functional as F  # noqa: N812 - the customary name
 
 from qinfer.errors import ConfigError, UnsupportedModelError
 from qinfer.formats.kv_scales import kv_scale_tensors
-from qinfer.formats.weight import QuantizedWeight
 from qinfer.kernels import reference
 from qinfer.models.config import ModelConfig
 from qinfer.models.layers import Weight
@@ -385,7 +384,7 @@ def why_not(config: Mapping[str, Any]) -> str | None:
 
 
 def _plain(weight: Weight) -> torch.Tensor:
-    return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
+    return weight if isinstance(weight, torch.Tensor) else weight.dequantize()
 
 
 def _intersect(a: conditioning.Limits, b: conditioning.Limits) -> conditioning.Limits:
