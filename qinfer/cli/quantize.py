@@ -36,7 +36,7 @@ def command(
 ) -> None:
     """Quantize the weights of MODEL (directory, hub id or .gguf file) and write them to OUT.
 
-    OUT is a checkpoint in GPTQ format that other engines load too. It appears only when it is
+    OUT is a checkpoint that other engines load too (`--format`). It appears only when it is
     complete, and holds quantize_report.json: error, damping and tokens of every module. Until then
     finished blocks are kept in OUT.partial: after an interruption the same command goes on there.
 
@@ -46,6 +46,8 @@ def command(
       qinfer quantize MODEL -o OUT --weights int8 --group-size -1
       qinfer quantize MODEL -o OUT --asym --group-size 32 --samples 64
       qinfer quantize MODEL -o OUT --override 'down_proj=bits:8' --override 'layers.0.=skip'
+      qinfer quantize MODEL -o OUT --target-bits 4.5
+      qinfer quantize MODEL -o OUT --format compressed-tensors
       qinfer quantize MODEL --dry-run
     """
     if out is None and not dry_run:
@@ -78,12 +80,13 @@ def _show_plan(report: QuantReport) -> None:
                     for row in report.rows)  # fmt: skip
     console.show(
         console.table(
-            f"plan: {report.scheme}",
+            f"plan: {_form(report)}",
             ["module", "scheme", "in_features", "out_features", "modules"],
             [[kind, scheme, str(i), str(o), str(n)] for (kind, i, o, scheme), n in kinds.items()],
             left=2,
         )
     )
+    _show_allocation(report)
     _show_exceptions(report)
     console.show(_sizes(report, "expected"))
 
@@ -99,7 +102,7 @@ def _show_result(report: QuantReport) -> None:
     what = "outputs on the calibration text" if report.calibration else "weights"
     console.show(
         console.table(
-            f"{report.scheme}: relative squared error of the {what} (R: rounding took over)",
+            f"{_form(report)}: relative squared error of the {what} (R: rounding took over)",
             ["layer", *kinds],
             [
                 [layer, *(_cell(cells.get(kind, [])) for kind in kinds)]
@@ -107,6 +110,7 @@ def _show_result(report: QuantReport) -> None:
             ],
         )
     )
+    _show_allocation(report)
     _show_exceptions(report)
     _show_under_seen(report)
     console.show(f"mean error {report.mean_error:.5f}; {_effort(report)}")
@@ -114,6 +118,24 @@ def _show_result(report: QuantReport) -> None:
     console.show(
         f"{report.out} in {report.seconds:.1f} s, "
         f"peak memory {console.megabytes(report.peak_rss_bytes)}"
+    )
+
+
+def _form(report: QuantReport) -> str:
+    return "bits chosen by module" if report.allocation else report.scheme
+
+
+def _show_allocation(report: QuantReport) -> None:
+    """Show how bits were chosen, if they were, and what that is expected to cost."""
+    facts = report.allocation
+    if not facts:
+        return
+    kinds = Counter(unit["chosen"] for unit in facts["units"].values())
+    forms = ", ".join(f"{count} x {form}" for form, count in kinds.most_common())
+    console.show(
+        f"{facts['mean_bits']:.2f} bits per weight, chosen from {facts['tokens']} tokens: {forms}\n"
+        f"expected KL divergence of the weights {facts['expected_kld']:.4f}; no other choice is "
+        f"expected below {facts['least_possible_kld']:.4f}"
     )
 
 

@@ -4,22 +4,29 @@ Modules that run as one product (q, k and v; gate and up; all experts of a layer
 that they stay fused here and in other engines.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from qinfer.checkpoint.durable import write_durably
+from qinfer.checkpoint.files import read_json
 from qinfer.errors import ConfigError
-from qinfer.formats.gptq import misfit
 from qinfer.quant.allocate import Allocation, Choice, allocate
+from qinfer.quant.calibration import CalibrationSet
 from qinfer.quant.config import Override
-from qinfer.quant.job import Job, block_name
+from qinfer.quant.job import Job, OnProgress, block_name
+from qinfer.quant.report import QuantProgress
 from qinfer.quant.sensitivity import LinearSensitivity, SensitivityRun
-from qinfer.quant.targets import Plan, Target
+from qinfer.quant.targets import ALLOCATED, Plan, Target
 from qinfer.quant.workers import Workers
 from qinfer.schemes import WeightScheme
 
+ALLOCATION_NAME = "allocation.json"
 NUM_WINDOWS = 8  # of the calibration text; gradients cost three times what activations do
 FORMS = (
     (2, 32), (2, 64), (3, 32), (3, 64), (3, 128), (4, 32), (4, 64), (4, 128), (8, 64), (8, None),
@@ -51,43 +58,72 @@ class Unit:
         names = "|".join(target.name.replace(".", r"\.") for target in self.targets)
         return f"^(?:{names})$"
 
+    def scheme(self, label: str) -> WeightScheme | None:
+        """Return the form of this label."""
+        return next(scheme for scheme in self.schemes if _label(scheme) == label)
+
 
 def allocated(
     job: Job,
-    windows: Sequence[Sequence[int]],
+    calibration: CalibrationSet,
     workers: Workers,
+    on_progress: OnProgress,
     *,
-    on_step: Callable[[int, int], None],
-) -> tuple[Plan, dict[str, Any]]:
+    kept: Path | None = None,
+) -> tuple[Job, dict[str, Any]]:
     """Choose bits and group sizes so that the model fits the size asked for and drifts least.
 
     Args:
         job: with `target_bits` or `target_size`; modules that an override names keep what it says.
-        windows: calibration windows; the first `NUM_WINDOWS` are used.
+        calibration: its first `NUM_WINDOWS` windows are used.
         workers: the threads.
-        on_step: called with the steps done and their number.
+        on_progress: called for every window and block, forwards and backwards.
+        kept: where the record is kept, so that it is measured once; None = it is not.
 
     Returns:
-        The plan, and the record of the choice for the report.
+        The job with the plan that was chosen, and the record of the choice for the report.
 
     Raises:
         ConfigError: the smallest forms exceed the target.
         NonFiniteError: an activation, gradient or weight is not finite.
+        CheckpointError: the record cannot be read or written.
     """
     units = make_units(job)
-    used = windows[:NUM_WINDOWS]
-    steps = _Steps(on_step, 2 * job.model.num_layers * len(used))
+    if kept is not None and kept.exists():
+        record = read_json(kept)
+    else:
+        windows = calibration.windows[:NUM_WINDOWS]
+        options = _measure(job, units, windows, workers, on_progress)
+        result = allocate(options, _budget(job, units))
+        record = _record(job, units, options, result, windows)
+        if kept is not None:
+            write_durably(kept, json.dumps(record).encode())
+    chosen = {unit.name: unit.scheme(record["units"][unit.name]["chosen"]) for unit in units}
+    return replace(job, plan=_plan(job.plan, units, chosen)), record
+
+
+def _measure(
+    job: Job,
+    units: Sequence[Unit],
+    windows: Sequence[Sequence[int]],
+    workers: Workers,
+    on_progress: OnProgress,
+) -> dict[str, list[Choice]]:
+    """Return what every form of every unit costs and is expected to drift."""
+    total, done = 2 * job.model.num_layers * len(windows), itertools.count(1)
     run = SensitivityRun(
-        job, used, workers, damp_percent=job.config.damp_percent, on_step=steps.step
+        job,
+        windows,
+        workers,
+        damp_percent=job.config.damp_percent,
+        on_step=lambda: on_progress(QuantProgress("sensitivity", next(done), total)),
     )
     options: dict[str, list[Choice]] = {}
     for layer, sensitivities in run.layers():
-        prefix = block_name(layer) + "."
         for unit in units:
-            if unit.name.startswith(prefix):
+            if unit.name.startswith(f"{block_name(layer)}."):
                 options[unit.name] = _options(job, unit, sensitivities, workers)
-    result = allocate(options, _budget(job, units))
-    return _plan(job.plan, units, result), _record(job, units, options, result, used)
+    return options
 
 
 def make_units(job: Job) -> list[Unit]:
@@ -117,7 +153,7 @@ def _fitting(job: Job, targets: Sequence[Target]) -> Iterator[WeightScheme | Non
     """Yield the forms that the format can carry for all of these modules."""
     for bits, group_size in FORMS:
         scheme = replace(job.plan.scheme, bits=bits, group_size=group_size)
-        if not any(misfit(t.in_features, t.out_features, scheme) for t in targets):
+        if not any(job.plan.form.misfit(t.in_features, t.out_features, scheme) for t in targets):
             yield scheme
     yield None
 
@@ -171,26 +207,22 @@ def _budget(job: Job, units: Sequence[Unit]) -> int:
     return int(target_bits * weights) - sum(_cost(job, t, t.scheme) for t in rest)
 
 
-def _plan(plan: Plan, units: Sequence[Unit], result: Allocation) -> Plan:
-    schemes = {
-        target.name: unit.schemes[result.chosen[unit.name]]
-        for unit in units
-        for target in unit.targets
-    }
-    targets = [
-        replace(
-            t, scheme=schemes[t.name], reason=None if schemes[t.name] else "chosen by the target"
-        )
-        if t.name in schemes
-        else t
-        for t in plan.targets
-    ]
+def _plan(plan: Plan, units: Sequence[Unit], chosen: Mapping[str, WeightScheme | None]) -> Plan:
+    schemes = {target.name: chosen[unit.name] for unit in units for target in unit.targets}
+
+    def settled(target: Target) -> Target:
+        if target.name not in schemes:
+            return target
+        scheme = schemes[target.name]
+        return replace(target, scheme=scheme, reason=None if scheme else ALLOCATED)
+
     rules = [
-        (Override(unit.pattern), unit.schemes[result.chosen[unit.name]])
+        (Override(unit.pattern), chosen[unit.name])
         for unit in units
-        if unit.schemes[result.chosen[unit.name]] != plan.scheme
+        if chosen[unit.name] != plan.scheme
     ]
-    return replace(plan, targets=tuple(targets), overrides=(*plan.overrides, *rules))
+    targets = tuple(settled(target) for target in plan.targets)
+    return replace(plan, targets=targets, overrides=(*plan.overrides, *rules))
 
 
 def _record(
@@ -224,15 +256,3 @@ def _record(
 
 def _label(scheme: WeightScheme | None) -> str:
     return "unquantized" if scheme is None else str(scheme)
-
-
-class _Steps:
-    """Counts steps, from any thread."""
-
-    def __init__(self, report: Callable[[int, int], None], total: int) -> None:
-        self._report, self._total, self._done = report, total, 0
-
-    def step(self) -> None:
-        """One more is done."""
-        self._done += 1
-        self._report(self._done, self._total)

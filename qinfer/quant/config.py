@@ -157,8 +157,7 @@ class QuantizeConfig:
             raise ConfigError(f"target_bits {self.target_bits} is not between 2 and 16")
         if self.target_size is not None and self.target_size < 1:
             raise ConfigError(f"target_size {self.target_size} must be positive (bytes)")
-        allocated = self.target_bits is not None or self.target_size is not None
-        if self.algorithm != "gptq" and (allocated or self.gptaq or self.condition_kv == "on"):
+        if self.algorithm != "gptq" and (self.allocated or self.gptaq or self.condition_kv == "on"):
             raise ConfigError(
                 f"target_bits, target_size, gptaq and condition_kv=on need calibration, which "
                 f"algorithm {self.algorithm!r} has none of; use gptq"
@@ -169,6 +168,11 @@ class QuantizeConfig:
                 "input_activations int8 needs format compressed-tensors, weights int8 and "
                 "group_size -1 (W8A8)"
             )
+
+    @property
+    def allocated(self) -> bool:
+        """Whether bits and group sizes are chosen module by module."""
+        return self.target_bits is not None or self.target_size is not None
 
     @property
     def calibrated(self) -> bool:

@@ -25,6 +25,7 @@ from qinfer.checkpoint.writer import copy_companions, write_json
 from qinfer.errors import ConfigError, QuantizationError
 from qinfer.models.tokenizer import load_tokenizer
 from qinfer.quant import output
+from qinfer.quant.allocation import ALLOCATION_NAME, allocated
 from qinfer.quant.block_run import CalibratedRun, first_unfinished, round_blocks
 from qinfer.quant.budget import Budget
 from qinfer.quant.calibration import CalibrationSet, load_calibration
@@ -90,14 +91,24 @@ def quantize(  # noqa: PLR0913 - each is an option of the command
     job = prepare(open_checkpoint(resolve_model(model, revision=revision)), config)
     plan = _plan_conditioning(job)
     if target is None:
-        rows = tuple(plain_row(item) for item in job.plan.targets)
-        report = _report(job, rows, None)
+        report = _planned(job, threads, on_progress or _ignore)
     else:
         with Workers(threads) as workers, PartialDirectory(target, restart=restart) as partial:
             report = _run(job, plan, partial, workers, memory, on_progress or _ignore)
         report = replace(report, out=target)
     seconds = time.monotonic() - started
     return replace(report, seconds=seconds, peak_rss_bytes=_peak_rss_bytes())
+
+
+def _planned(job: Job, threads: int | None, on_progress: OnProgress) -> QuantReport:
+    """Report what would be done; only a choice of bits has to look at the weights for that."""
+    allocation: dict[str, Any] = {}
+    calibration = _calibration(job) if job.config.allocated else None
+    if calibration is not None:
+        with Workers(threads) as workers:
+            job, allocation = allocated(job, calibration, workers, on_progress)
+    rows = tuple(plain_row(item) for item in job.plan.targets)
+    return replace(_report(job, rows, None), allocation=allocation)
 
 
 def _free_path(out: str | Path | None) -> Path:
@@ -135,9 +146,13 @@ def _run(
     budget = Budget.settle(job, calibration, threads=workers.threads, memory=memory)
     partial.claim(fingerprint(job, calibration))
     budget.check_disk(partial.path)
+    allocation: dict[str, Any] = {}
+    if job.config.allocated and calibration is not None:
+        kept = partial.path / ALLOCATION_NAME
+        job, allocation = allocated(job, calibration, workers, on_progress, kept=kept)
     first = first_unfinished(job, partial)
     if first:
-        _log.warning("continuing at block %d of %d", first + 1, job.num_run)
+        _log.warning("%s", _continuing(first, job.num_run))
     modules = sum(target.scheme is not None for target in job.plan.targets)
     if calibration is None:
         progress = Progress(on_progress, samples=0, modules=modules)
@@ -156,7 +171,7 @@ def _run(
             conditioner=plan.conditioner,
         ).run()
     record = _conditioning_record(job, plan, partial, calibration)
-    report = _report(job, _rows(job, partial), calibration)
+    report = replace(_report(job, _rows(job, partial), calibration), allocation=allocation)
     if record is not None:
         report = replace(report, conditioning=record.summary())
     elif plan.notice is not None:
@@ -165,6 +180,12 @@ def _run(
         raise QuantizationError(_strict_message(report, partial.path))
     _assemble(job, partial, report, record)
     return replace(report, resumed_at=first or None)
+
+
+def _continuing(first: int, count: int) -> str:
+    if first == count:
+        return f"all {count} blocks were finished by an earlier run"
+    return f"continuing at block {first + 1} of {count}"
 
 
 def _calibration(job: Job) -> CalibrationSet | None:

@@ -57,7 +57,8 @@ class Plan:
     @property
     def misfits(self) -> tuple[Target, ...]:
         """Modules left as they are because the format cannot carry them."""
-        return tuple(target for target in self.targets if target.reason not in {None, OVERRIDDEN})
+        wanted = {None, OVERRIDDEN, ALLOCATED}
+        return tuple(target for target in self.targets if target.reason not in wanted)
 
     def file_overrides(self) -> dict[str, WeightScheme | None]:
         """Return the overrides as a checkpoint's settings hold them.
@@ -82,6 +83,7 @@ class Plan:
 
 
 OVERRIDDEN = "left as it is by an override"
+ALLOCATED = "left as it is by the choice for the size asked for"
 
 
 def make_plan(shapes: Mapping[str, tuple[int, int]], config: QuantizeConfig) -> Plan:

@@ -10,9 +10,13 @@ from support.checkpoints import write_tiny
 
 from qinfer.checkpoint.reader import open_checkpoint
 from qinfer.errors import ConfigError
+from qinfer.models.load import load_decoder
 from qinfer.quant.allocation import allocated, make_units
+from qinfer.quant.calibration import CalibrationSet
 from qinfer.quant.config import QuantizeConfig
 from qinfer.quant.job import Job, prepare
+from qinfer.quant.pipeline import quantize
+from qinfer.quant.report import QuantProgress
 from qinfer.quant.targets import Plan
 from qinfer.quant.workers import Workers
 
@@ -30,7 +34,9 @@ def job_for(path: Path, **options: Any) -> Job:
 
 
 def choose(job: Job, workers: Workers) -> tuple[Plan, dict[str, Any]]:
-    return allocated(job, WINDOWS, workers, on_step=lambda *_: None)
+    calibration = CalibrationSet(tuple(map(tuple, WINDOWS)), "test", 40, 160)
+    settled, record = allocated(job, calibration, workers, lambda _: None)
+    return settled.plan, record
 
 
 def bits_of(plan: Plan) -> float:
@@ -105,3 +111,47 @@ def test_a_size_that_nothing_fits_is_refused(tiny_llama: Path, workers: Workers)
     everything = (r"layers=bits:8",)
     with pytest.raises(ConfigError, match="no module to choose for"):
         make_units(job_for(tiny_llama, target_bits=4.0, overrides=everything))
+
+
+@pytest.mark.parametrize("format_", ["gptq", "compressed-tensors"])
+def test_quantize_writes_what_was_chosen_within_the_size(
+    tiny_llama: Path, tmp_path: Path, format_: str
+) -> None:
+    options: dict[str, Any] = {"num_samples": 4, "seq_len": 48, "format": format_}
+    plain = quantize(tiny_llama, dry_run=True, weights="int4", **options)
+    size = plain.sizes.output_bytes
+    planned = quantize(tiny_llama, dry_run=True, target_size=size, **options)
+    report = quantize(tiny_llama, tmp_path / "out", target_size=size, **options)
+    assert size * 0.97 < report.sizes.output_bytes <= size
+    assert [row.scheme for row in report.rows] == [row.scheme for row in planned.rows]
+    written = open_checkpoint(tmp_path / "out")
+    assert written.total_bytes == report.sizes.output_bytes
+    assert written.quantization is not None
+    for row in report.rows:
+        scheme = written.quantization.scheme_for(row.name)
+        assert (None if scheme is None else str(scheme)) == row.scheme, row.name
+    assert len({row.scheme for row in report.rows}) > 1
+    decoder = load_decoder(written)
+    assert decoder.memory_bytes > 0
+
+
+def test_an_interrupted_run_keeps_its_choice(tiny_llama: Path, tmp_path: Path) -> None:
+    """The second run would choose from the record, even if it were another's."""
+    options: dict[str, Any] = {"num_samples": 4, "seq_len": 48, "target_bits": 4.0}
+
+    def stop(step: QuantProgress) -> None:
+        if step.stage == "quantize" and step.done == 8:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize(tiny_llama, tmp_path / "out", on_progress=stop, **options)
+    stages: list[str] = []
+    continued = quantize(
+        tiny_llama, tmp_path / "out", on_progress=lambda s: stages.append(s.stage), **options
+    )
+    assert continued.resumed_at == 1
+    assert "sensitivity" not in stages
+    whole = quantize(tiny_llama, tmp_path / "whole", **options)
+    assert whole.to_dict() == continued.to_dict()
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "whole")]
+    assert files[0] == files[1]
