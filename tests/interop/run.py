@@ -46,6 +46,8 @@ SEQUENCES, LENGTH = 2, 96
 CALIBRATION_WINDOWS, CALIBRATION_LENGTH = 8, 128
 # Loaded right, a checkpoint is nearer to itself elsewhere than to its source, by so much at least.
 MARGIN = 10
+VERSIONS = ("versions", "written_with")  # of a row: who loads it, who wrote it
+MAX_REASON = 240  # characters, in the table; the record has them all
 
 
 class Bench:
@@ -186,6 +188,7 @@ def write_theirs(bench: Bench, cases: list[Theirs]) -> list[Job | dict[str, Any]
             errors = [str(error)] * len(group)
         for case, out, failed in zip(group, outs, errors, strict=True):
             row = _entry("theirs", case.name, case.peer)
+            row["written_with"] = _versions(case.environment)
             if failed is not None:
                 results.append(row | {"absent": f"not written: {failed}"})
                 continue
@@ -227,14 +230,18 @@ def _read(out: Path) -> torch.Tensor:
 
 
 def _entry(direction: str, name: str, peer: Peer) -> dict[str, Any]:
-    versions = dict(text.split("==") for text in peer.environment.requirements)
     return {
         "direction": direction,
         "checkpoint": name,
         "engine": peer.name,
-        "versions": versions,
+        "versions": _versions(peer.environment),
         "dtype": peer.dtype,
     }
+
+
+def _versions(environment: Environment) -> dict[str, str]:
+    """Return the versions that the environment pins."""
+    return dict(text.split("==") for text in environment.requirements)
 
 
 def _file_name(text: str) -> str:
@@ -281,12 +288,9 @@ def markdown(record: dict[str, Any]) -> str:
     for direction, title in (("ours", "Ours in other engines"), ("theirs", "Theirs in qinfer")):
         rows = [row for row in record["rows"] if row["direction"] == direction]
         lines += ["", f"## {title}", "", *table(head, [_cells(row) for row in rows])]
-    versions = sorted({json.dumps(row["versions"]) for row in record["rows"]})
-    lines += ["", "## Versions", ""]
-    for text in versions:
-        lines.append(
-            "- " + ", ".join(f"{name} {version}" for name, version in json.loads(text).items())
-        )
+    environments = [row[key] for row in record["rows"] for key in VERSIONS if key in row]
+    texts = {", ".join(" ".join(pair) for pair in versions.items()) for versions in environments}
+    lines += ["", "## Versions", "", *(f"- {text}" for text in sorted(texts))]
     return "\n".join(lines) + "\n"
 
 
@@ -297,14 +301,19 @@ fp32 cache) against the engine in the dtype named. *KLD of quantizing* is that b
 the checkpoint and on its unquantized source: a wrongly read checkpoint would differ by more."""
 
 
+_WITHOUT_FIGURES = {
+    "refused": "the engine cannot",
+    "absent": "absent",
+    "error": "**failed**",
+}
+
+
 def _cells(row: dict[str, Any]) -> list[str]:
     engine = f"{row['engine']}, {row['dtype']}"
-    if "refused" in row:
-        return [row["checkpoint"], engine, f"the engine cannot: {row['refused']}", *[""] * 5]
-    if "absent" in row:
-        return [row["checkpoint"], engine, f"absent: {row['absent']}", *[""] * 5]
-    if "error" in row:
-        return [row["checkpoint"], engine, f"**failed**: {row['error']}", *[""] * 5]
+    for key, title in _WITHOUT_FIGURES.items():
+        if key in row:
+            reason = " ".join(row[key].split())[:MAX_REASON]
+            return [row["checkpoint"], engine, f"{title}: {reason}", *[""] * 5]
     names = ("kld", "kld_of_quantizing", "max_difference", "mean_difference")
     figures = [f"{row[name]:.2g}" for name in names]
     result = "agrees" if row["passed"] else "**differs**"
