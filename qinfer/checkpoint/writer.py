@@ -35,6 +35,7 @@ COMPANIONS = (
     "LICENSE.txt",
     "LICENSE.md",
     "NOTICE",
+    "kv_conditioning.json",
 )
 _TEMPLATE_FOLDER = "additional_chat_templates"
 

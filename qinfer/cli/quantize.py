@@ -87,6 +87,7 @@ def _show_plan(report: QuantReport) -> None:
         )
     )
     _show_allocation(report)
+    _show_conditioning(report)
     _show_exceptions(report)
     console.show(_sizes(report, "expected"))
 
@@ -111,6 +112,7 @@ def _show_result(report: QuantReport) -> None:
         )
     )
     _show_allocation(report)
+    _show_conditioning(report)
     _show_exceptions(report)
     _show_under_seen(report)
     console.show(f"mean error {report.mean_error:.5f}; {_effort(report)}")
@@ -137,6 +139,19 @@ def _show_allocation(report: QuantReport) -> None:
         f"expected KL divergence of the weights {facts['expected_kld']:.4f}; no other choice is "
         f"expected below {facts['least_possible_kld']:.4f}"
     )
+
+
+def _show_conditioning(report: QuantReport) -> None:
+    """Show what conditioning the keys gained, or why it was left out."""
+    facts = report.conditioning
+    if "notice" in facts:
+        console.warn(str(facts["notice"]))
+    elif facts:
+        before, after = sum(facts["error_before"]), sum(facts["error_after"])
+        console.show(
+            f"keys conditioned for the {facts['kv']} cache: squared error of attention on "
+            f"{facts['num_tokens']} tokens at {after / before if before else 1:.0%} of what it was"
+        )
 
 
 def _show_exceptions(report: QuantReport) -> None:

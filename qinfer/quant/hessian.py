@@ -135,9 +135,6 @@ class InputStatistics:
             )
 
 
-Hessian = InputStatistics  # the name that blockwise.py still uses
-
-
 def check_finite(values: torch.Tensor, *, name: str, sample: int) -> None:
     """Refuse activations that are NaN or infinite.
 

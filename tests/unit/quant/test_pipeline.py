@@ -34,7 +34,7 @@ from qinfer.quant.stages import Stream
 SMALL: dict[str, Any] = {"num_samples": 6, "seq_len": 48, "group_size": 32, "condition_kv": "off"}
 
 
-def read_weights(path: Path) -> dict[str, torch.Tensor | QuantizedWeight]:
+def read_weights(path: Path) -> dict[str, Any]:
     """Read every decoder linear of a checkpoint."""
     checkpoint = open_checkpoint(path)
     shapes = linear_shapes(ModelConfig.from_dict(checkpoint.config))
@@ -44,7 +44,7 @@ def read_weights(path: Path) -> dict[str, torch.Tensor | QuantizedWeight]:
     }
 
 
-def dense(weight: torch.Tensor | QuantizedWeight) -> torch.Tensor:
+def dense(weight: Any) -> torch.Tensor:
     return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight.float()
 
 
