@@ -1,7 +1,7 @@
 """Which checkpoints are loaded where: ours in other engines, theirs in qinfer."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ class Peer:
         dtype: that it computes in.
         limit: mean KL divergence from qinfer, in nats, that its arithmetic explains.
         variables: `NAME=value` for its process.
+        margin: a checkpoint that is read right is nearer to itself elsewhere than to its source, by
+            this factor at least.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Peer:
     dtype: str
     limit: float
     variables: tuple[str, ...] = ()
+    margin: float = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,8 @@ class Theirs:
 # Its torch kernels take no float32.
 _GPTQMODEL = Peer("GPTQModel", GPTQMODEL, "load_gptqmodel.py", "float16", 1e-4)
 _TRANSFORMERS = Peer("transformers", TRANSFORMERS, "load_transformers.py", "float32", 1e-5)
+# Where a format quantizes the inputs of linears as well, each engine does so in its own way.
+_WEIGHTS_ALONE = replace(_TRANSFORMERS, dtype="float32, weights alone")
 _VLLM = Peer(
     "vLLM (CPU)",
     VLLM,
@@ -85,6 +90,9 @@ _VLLM = Peer(
         "VLLM_NO_USAGE_STATS=1",
     ),
 )
+# The inputs of linears quantized per token against exact ones: as much as INT8 weights change.
+_TRANSFORMERS_W8A8 = replace(_TRANSFORMERS, limit=0.02, margin=0.5)
+_VLLM_W8A8 = replace(_VLLM, limit=0.02, margin=0.5)
 
 _CT = {"format": "compressed-tensors"}
 _INT8 = {"weights": "int8", "group_size": -1}
@@ -93,6 +101,9 @@ _G128 = {"group_size": 128}
 _W8A8 = _CT | _INT8 | {"input_activations": "int8"}
 _MIXED = _G64 | {"overrides": ("down_proj=bits:8",)}
 _MIXED_GROUPS = _G64 | {"overrides": ("down_proj=group_size:32",)}
+_NO_W8A16 = {_VLLM.name: "Failed to find a kernel that can implement the WNA16 linear layer"}
+# transformers expects the zero points unpacked, which compressed-tensors itself does not write.
+_NO_PACKED_ZEROS = {_TRANSFORMERS.name: "`ignore_mismatched_sizes`"}
 _NO_INT8 = {_VLLM.name: "Only types = [ScalarType.uint4b8] are supported"}
 
 OURS = (
@@ -116,7 +127,8 @@ OURS = (
 _WEIGHTS = {"type": "int", "symmetric": True}
 _W4 = _WEIGHTS | {"num_bits": 4, "strategy": "group", "group_size": 64}
 # Its AWQ itself needs CUDA, the format does not.
-_AWQ = {"sym": False, "format": "gemm", "rounding": True}
+_AWQ_SETTINGS = {"quant_method": "awq", "method": "awq", "version": "gemm", "zero_point": True}
+_AWQ = {"sym": False, "format": "gemm", "rounding": True, "settings": _AWQ_SETTINGS}
 _TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
 _FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 
@@ -127,15 +139,17 @@ def _gptqmodel(name: str, **options: Any) -> Theirs:
     return Theirs(f"GPTQModel: {name}", GPTQMODEL, script, wanted, _GPTQMODEL)
 
 
-def _llmcompressor(name: str, weights: Mapping[str, Any], **options: Any) -> Theirs:
+def _llmcompressor(
+    name: str, weights: Mapping[str, Any], peer: Peer = _TRANSFORMERS, **options: Any
+) -> Theirs:
     script = MAKERS / "run_llmcompressor.py"
     wanted = {"weights": dict(weights)} | options
-    return Theirs(f"llm-compressor: {name}", LLMCOMPRESSOR, script, wanted, _TRANSFORMERS)
+    return Theirs(f"llm-compressor: {name}", LLMCOMPRESSOR, script, wanted, peer)
 
 
 def _bitsandbytes(name: str, **options: Any) -> Theirs:
     script = PROCESSES / "make_bitsandbytes.py"
-    return Theirs(f"bitsandbytes: {name}", TRANSFORMERS, script, options, _TRANSFORMERS)
+    return Theirs(f"bitsandbytes: {name}", TRANSFORMERS, script, options, _WEIGHTS_ALONE)
 
 
 THEIRS = (
@@ -146,12 +160,13 @@ THEIRS = (
     _gptqmodel("GPTQ v1, INT8 g64", bits=8),
     _gptqmodel("AWQ GEMM, INT4 g64", **_AWQ),
     _llmcompressor("pack-quantized, INT4 g64", _W4),
-    _llmcompressor("pack-quantized, INT4 g64 asymmetric", _W4 | {"symmetric": False}),
+    _llmcompressor("pack-quantized, INT4 g64 asymmetric", _W4 | {"symmetric": False}, _VLLM),
     _llmcompressor("pack-quantized, INT4 g64, actorder group", _W4 | {"actorder": "group"}),
     _llmcompressor("pack-quantized, INT4 g64, FP8 KV scales", _W4, kv_cache_scheme=_FP8),
     _llmcompressor(
         "int-quantized, W8A8",
         _WEIGHTS | {"num_bits": 8, "strategy": "channel"},
+        _WEIGHTS_ALONE,
         input_activations=_TOKEN,
     ),
     _bitsandbytes("NF4", load_in_4bit=True, bnb_4bit_quant_type="nf4"),

@@ -44,8 +44,6 @@ TINY: dict[str, Any] = {
 }
 SEQUENCES, LENGTH = 2, 96
 CALIBRATION_WINDOWS, CALIBRATION_LENGTH = 8, 128
-# Loaded right, a checkpoint is nearer to itself elsewhere than to its source, by so much at least.
-MARGIN = 10
 VERSIONS = ("versions", "written_with")  # of a row: who loads it, who wrote it
 MAX_REASON = 240  # characters, in the table; the record has them all
 
@@ -137,7 +135,7 @@ class Job:
 
 
 def compare(
-    ours: torch.Tensor, theirs: torch.Tensor, unquantized: torch.Tensor, limit: float
+    ours: torch.Tensor, theirs: torch.Tensor, unquantized: torch.Tensor, peer: Peer
 ) -> dict[str, Any]:
     """Return how far apart two engines' distributions of one checkpoint are, with the verdict."""
     between = float(kl_rows(ours, theirs).mean())
@@ -148,8 +146,8 @@ def compare(
         "max_difference": float((ours - theirs).abs().max()),
         "mean_difference": float((ours - theirs).abs().mean()),
         "top1_agreement": float(agreement_rows(ours, theirs).float().mean()),
-        "limit": limit,
-        "passed": between <= min(limit, quantizing / MARGIN),
+        "limit": min(peer.limit, quantizing / peer.margin),
+        "passed": between <= min(peer.limit, quantizing / peer.margin),
     }
 
 
@@ -216,7 +214,7 @@ def load_all(bench: Bench, jobs: list[Job]) -> None:
         return
     for job, out, failed in zip(jobs, outs, errors, strict=True):
         if failed is None:
-            job.row.update(compare(job.ours, _read(out), bench.unquantized, job.peer.limit))
+            job.row.update(compare(job.ours, _read(out), bench.unquantized, job.peer))
         elif job.refused is not None and job.refused in failed:
             job.row["refused"] = failed
         else:
@@ -260,9 +258,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     _say(f"letting others write {len(theirs)} checkpoints ...")
     results += write_theirs(bench, theirs)
     jobs = [result for result in results if isinstance(result, Job)]
-    for name in dict.fromkeys(job.peer.name for job in jobs):
-        _say(f"loading in {name} ...")
-        load_all(bench, [job for job in jobs if job.peer.name == name])
+    for peer in dict.fromkeys(job.peer for job in jobs):
+        _say(f"loading in {peer.name}, {peer.dtype} ...")
+        load_all(bench, [job for job in jobs if job.peer == peer])
     return {
         "format_version": 1,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
