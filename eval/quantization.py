@@ -195,20 +195,34 @@ def open_record(args: argparse.Namespace) -> tuple[tuple[Path, Path], dict[str, 
 
 def run(args: argparse.Namespace) -> str:
     """Do the rows that are wanted, write the record after each, and return its page."""
-    files, record = open_record(args)
+    open_record(args)  # refuses another method before anything is made
     wanted = [row for row in ROWS if any(part in row.name for part in args.only or [""])]
     if not wanted:
         raise SystemExit(f"no row is called so; there are: {', '.join(row.name for row in ROWS)}")
+    text = ""
     for row in wanted:
+        entry, reason = None, ""
         try:
-            record["rows"][row.name] = run_row(row, args)
-            record["absent"].pop(row.name, None)
+            entry = run_row(row, args)
         except (UnavailableError, MakingError, QinferError) as error:
-            record["absent"][row.name] = str(error)
-            print(f"absent: {row.name}: {error}", flush=True)
-        record["targets"] = [page.judge(record, target) for target in TARGETS]
-        records.write(files, record, page.markdown(record))
-    return page.markdown(record)
+            reason = str(error)
+            print(f"absent: {row.name}: {reason}", flush=True)
+        text = _merge(row.name, entry, reason, args)
+    return text
+
+
+def _merge(name: str, entry: dict[str, Any] | None, reason: str, args: argparse.Namespace) -> str:
+    """Put a row, or why there is none, into the record as it is now; return the page."""
+    files, record = open_record(args)
+    if entry is None:
+        record["absent"][name] = reason
+    else:
+        record["rows"][name] = entry
+        record["absent"].pop(name, None)
+    record["targets"] = [page.judge(record, target) for target in TARGETS]
+    text: str = page.markdown(record)
+    records.write(files, record, text)
+    return text
 
 
 def parse_args() -> argparse.Namespace:
