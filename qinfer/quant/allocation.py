@@ -1,7 +1,7 @@
 """`--target-bits` and `--target-size`: bits and group size per module, from what each one costs.
 
-Modules that run as one product (q, k and v; gate and up; all experts of a layer) share a form, so
-that they stay fused here and in other engines.
+Modules that run as one (q, k and v; gate and up; all linears of all experts of a layer) share a
+form, so that they stay fused here and in other engines.
 """
 
 import itertools
@@ -34,7 +34,6 @@ FORMS = (
 _SCALE_BITS = 16
 _KINDS = {
     "q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up",
-    "w1": "gate_up", "w3": "gate_up", "w2": "down_proj",
 }  # fmt: skip
 
 
@@ -137,9 +136,7 @@ def make_units(job: Job) -> list[Unit]:
     ]
     groups: dict[str, list[Target]] = {}
     for target in free:
-        last = target.name.rpartition(".")[2]
-        layer = ".".join(target.name.split(".")[:3])
-        groups.setdefault(f"{layer}.{_KINDS.get(last, last)}", []).append(target)
+        groups.setdefault(_unit_name(target.name), []).append(target)
     units = [
         Unit(name, tuple(targets), tuple(_fitting(job, targets)))
         for name, targets in groups.items()
@@ -147,6 +144,12 @@ def make_units(job: Job) -> list[Unit]:
     if not units:
         raise ConfigError("target_bits and target_size: overrides leave no module to choose for")
     return units
+
+
+def _unit_name(module: str) -> str:
+    """Return the unit of a module, such as `model.layers.0.qkv`."""
+    layer, last = ".".join(module.split(".")[:3]), module.rpartition(".")[2]
+    return f"{layer}.{'experts' if '.experts.' in module else _KINDS.get(last, last)}"
 
 
 def _fitting(job: Job, targets: Sequence[Target]) -> Iterator[WeightScheme | None]:
@@ -196,15 +199,19 @@ def _cost(job: Job, target: Target, scheme: WeightScheme | None) -> int:
 
 def _budget(job: Job, units: Sequence[Unit]) -> int:
     """Return the target less what is not to be chosen, in the unit of `_cost`."""
-    free = {target.name for unit in units for target in unit.targets}
-    rest = [target for target in job.plan.targets if target.name not in free]
     if job.config.target_size is not None:
         chosen = [target for unit in units for target in unit.targets]
         now = sum(target.file_bytes(job.element_bytes) for target in chosen)
         return job.config.target_size - (job.planned_bytes() - now)
     target_bits = job.config.target_bits or 0.0
     weights = sum(target.in_features * target.out_features for target in job.plan.targets)
-    return int(target_bits * weights) - sum(_cost(job, t, t.scheme) for t in rest)
+    return int(target_bits * weights) - sum(_cost(job, t, t.scheme) for t in _settled(job, units))
+
+
+def _settled(job: Job, units: Sequence[Unit]) -> list[Target]:
+    """Return the modules that are not to be chosen for: an override names them."""
+    free = {target.name for unit in units for target in unit.targets}
+    return [target for target in job.plan.targets if target.name not in free]
 
 
 def _plan(plan: Plan, units: Sequence[Unit], chosen: Mapping[str, WeightScheme | None]) -> Plan:
@@ -233,13 +240,14 @@ def _record(
     windows: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
     """Return what stays with the checkpoint: what was chosen, and what it is expected to cost."""
-    weights = sum(t.in_features * t.out_features for unit in units for t in unit.targets)
+    weights = sum(t.in_features * t.out_features for t in job.plan.targets)
     in_bytes = job.config.target_size is not None
+    cost = result.cost + sum(_cost(job, target, target.scheme) for target in _settled(job, units))
     return {
         "target": {"bytes": job.config.target_size}
         if in_bytes
         else {"bits": job.config.target_bits},
-        "mean_bits": (8 if in_bytes else 1) * result.cost / weights,
+        "mean_bits": (8 if in_bytes else 1) * cost / weights,
         "expected_kld": result.drift,
         "least_possible_kld": result.bound,
         "windows": len(windows),

@@ -1,5 +1,6 @@
 """Choosing bits and groups for a whole model: what is kept together, counted and left alone."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,13 +72,17 @@ def test_more_bits_are_expected_to_drift_less(tiny_llama: Path, workers: Workers
     assert drifts[0] > 2 * drifts[1] > 8 * drifts[2]
 
 
-@pytest.mark.parametrize(("family", "per_layer"), [("llama", 4), ("mixtral", 4)])
-def test_what_runs_as_one_product_gets_one_form(
-    tmp_path: Path, workers: Workers, family: str, per_layer: int
+@pytest.mark.parametrize(
+    ("family", "per_layer"), [("llama", (4, 4)), ("mixtral", (3, 3)), ("qwen3_moe", (4, 3))]
+)
+def test_what_runs_as_one_gets_one_form(
+    tmp_path: Path, workers: Workers, family: str, per_layer: tuple[int, int]
 ) -> None:
+    """All experts of a layer with all their linears: vLLM loads them as one, in one form."""
     job = job_for(write_tiny(tmp_path / "model", family), target_bits=4.0)
     units = make_units(job)
-    assert len(units) == per_layer * job.model.num_layers
+    found = [sum(f"layers.{layer}." in unit.name for unit in units) for layer in range(2)]
+    assert tuple(found) == per_layer
     assert sum(len(unit.targets) for unit in units) == len(job.plan.targets)
     plan, record = choose(job, workers)
     schemes = {target.name: target.scheme for target in plan.targets}
@@ -90,10 +95,11 @@ def test_what_runs_as_one_product_gets_one_form(
 def test_overrides_keep_what_they_say_and_count(tiny_llama: Path, workers: Workers) -> None:
     overrides = (r"layers\.0\.mlp\.down_proj=bits:8", r"layers\.1\.self_attn=skip")
     job = job_for(tiny_llama, target_bits=12.0, overrides=overrides)
-    plan, _ = choose(job, workers)
+    plan, record = choose(job, workers)
     schemes = {target.name: target.scheme for target in plan.targets}
     assert str(schemes["model.layers.0.mlp.down_proj"]) == "int8 g32 sym"
     assert schemes["model.layers.1.self_attn.o_proj"] is None
+    assert record["mean_bits"] == pytest.approx(bits_of(plan))
     assert bits_of(plan) <= 12.0
 
 
@@ -133,6 +139,35 @@ def test_quantize_writes_what_was_chosen_within_the_size(
     assert len({row.scheme for row in report.rows}) > 1
     decoder = load_decoder(written)
     assert decoder.memory_bytes > 0
+
+
+@pytest.mark.parametrize("format_", ["gptq", "compressed-tensors"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_of_a_layer_are_written_in_the_form_that_was_chosen(
+    tmp_path: Path, family: str, format_: str
+) -> None:
+    source = write_tiny(tmp_path / "source", family)
+    options: dict[str, Any] = {"num_samples": 4, "seq_len": 48, "format": format_}
+    report = quantize(source, tmp_path / "out", target_bits=4.3, **options)
+    assert 3.8 < report.allocation["mean_bits"] <= 4.3
+    written = open_checkpoint(tmp_path / "out")
+    assert written.quantization is not None
+    for row in report.rows:
+        assert str(written.quantization.scheme_for(row.name)) == row.scheme, row.name
+    experts = {row.scheme for row in report.rows if re.search(r"layers\.1\..*experts", row.name)}
+    assert len(experts) == 1
+    assert experts != {row.scheme for row in report.rows}  # attention got another form
+    assert load_decoder(written).memory_bytes > 0
+
+
+def test_experts_that_no_token_reached_have_no_say(tmp_path: Path) -> None:
+    source = write_tiny(tmp_path / "source", "mixtral", num_local_experts=24, num_experts_per_tok=1)
+    options: dict[str, Any] = {"num_samples": 1, "seq_len": 64, "target_bits": 4.0}
+    report = quantize(source, tmp_path / "out", **options)
+    rows = [row for row in report.rows if row.name.startswith("model.layers.1.block_sparse_moe")]
+    assert any(row.num_tokens == 0 for row in rows)
+    assert len({row.scheme for row in rows}) == 1
+    assert 0 < report.allocation["least_possible_kld"] <= report.allocation["expected_kld"]
 
 
 def test_an_interrupted_run_keeps_its_choice(tiny_llama: Path, tmp_path: Path) -> None:

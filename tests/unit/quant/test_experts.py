@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -99,12 +100,43 @@ def watch_experts(
         oracle.model.layers[layer].mlp.experts.register_forward_pre_hook(note)
 
 
-def solved_alone(weight: torch.Tensor, x: torch.Tensor, scheme: WeightScheme) -> QuantizedWeight:
-    """Return what the solver, tested elsewhere, makes of a weight whose inputs are `x`."""
-    stats = InputStatistics(x.shape[1], name="alone")
-    stats.add(x, sample=0)
+def share_routing(leader: Any, follower: Any, layers: Iterable[int]) -> None:
+    """Let a model's experts get the tokens that the other's router chose for them last."""
+    for layer in layers:
+        first, second = (model.model.layers[layer].mlp for model in (leader, follower))
+        chosen: list[torch.Tensor] = []
+
+        def keep(_: Any, args: Any, chosen: list[torch.Tensor] = chosen) -> None:
+            chosen[:] = args[1:]
+
+        def replace(_: Any, args: Any, chosen: list[torch.Tensor] = chosen) -> Any:
+            return (args[0], *chosen)
+
+        first.experts.register_forward_pre_hook(keep)
+        second.experts.register_forward_pre_hook(replace)
+
+
+def expert_names(config: ModelConfig) -> dict[int, list[tuple[str, str, str]]]:
+    """Return gate, up and down of every expert, by layer."""
+    assert config.moe is not None
+    names = {}
+    for layer in (layer for layer in range(config.num_layers) if config.is_sparse(layer)):
+        experts = [config.moe.names.expert(index) for index in range(config.moe.num_experts)]
+        prefix = f"model.layers.{layer}."
+        names[layer] = [(prefix + gate, prefix + up, prefix + down) for gate, up, down in experts]
+    return names
+
+
+def solved_alone(
+    weight: torch.Tensor, x: torch.Tensor, scheme: WeightScheme, full: torch.Tensor | None = None
+) -> QuantizedWeight:
+    """Return what the solver, tested elsewhere, makes of a weight whose inputs are `x`, and `full`
+    in the unquantized model.
+    """
+    stats = InputStatistics(x.shape[1], name="alone", paired=full is not None)
+    stats.add(x, sample=0, full=full)
     target = Target("alone", x.shape[1], len(weight), scheme)
-    options = SolverOptions(scale_search=SMALL["scale_search"])
+    options = SolverOptions(scale_search=SMALL["scale_search"], gptaq=full is not None)
     ((_, solved),) = solve_modules(stats, {"alone": weight}, {"alone": target}, options)
     return solved.weight
 
@@ -121,18 +153,9 @@ def test_every_module_is_solved_on_what_came_before_it_g15(
     oracle = load_oracle(write_dequantized(source, tmp_path / "out", tmp_path / "dense"))
     written, original = read_weights(tmp_path / "out"), read_weights(source)
     config = ModelConfig.from_dict(json.loads((source / "config.json").read_text()))
-    assert config.moe is not None
-    names = {
-        layer: [
-            tuple(f"model.layers.{layer}.{name}" for name in config.moe.names.expert(index))
-            for index in range(config.moe.num_experts)
-        ]
-        for layer in range(2)
-        if config.is_sparse(layer)
-    }
     inputs: Inputs = defaultdict(list)
     watch_linears(oracle, inputs)
-    watch_experts(oracle, names, inputs)  # type: ignore[arg-type] # three names each
+    watch_experts(oracle, expert_names(config), inputs)
     with torch.no_grad():
         logits = [oracle(torch.tensor([window])).logits[0] for window in windows(**SMALL)]
     rows = {row.name: row for row in report.rows}
@@ -148,6 +171,41 @@ def test_every_module_is_solved_on_what_came_before_it_g15(
     pool = KVPool(layout_of(decoder.config), 3)
     ours = run_chunked(decoder, windows(**SMALL)[-1], [48], pool, range(3))
     assert (ours - logits[-1]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_gptaq_aims_at_the_unquantized_outputs_of_the_same_tokens(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oracle: two models of transformers, and the quantized one decides the routing of both."""
+    monkeypatch.setattr("qinfer.quant.blockwise.linear_dtype", lambda: torch.float32, raising=False)
+    source = write_tiny(tmp_path / "source", family)
+    options = SMALL | {"condition_kv": "off", "threads": 1, "gptaq": True}
+    quantize(source, tmp_path / "out", **options)
+    quantized = load_oracle(write_dequantized(source, tmp_path / "out", tmp_path / "dense"))
+    exact = load_oracle(source)
+    names = expert_names(ModelConfig.from_dict(json.loads((source / "config.json").read_text())))
+    share_routing(quantized, exact, names)
+    inputs: Inputs = defaultdict(list)
+    fulls: Inputs = defaultdict(list)
+    for oracle, seen in ((quantized, inputs), (exact, fulls)):
+        watch_linears(oracle, seen)
+        watch_experts(oracle, names, seen)
+    with torch.no_grad():
+        for window in windows(**SMALL):
+            quantized(torch.tensor([window]))
+            exact(torch.tensor([window]))
+    original = read_weights(source)
+    plain = 0
+    for name, weight in read_weights(tmp_path / "out").items():
+        assert isinstance(weight, QuantizedWeight)
+        before, x = original[name], torch.cat(inputs[name])
+        assert isinstance(before, torch.Tensor)
+        expected = solved_alone(before, x, weight.scheme, torch.cat(fulls[name]))
+        assert float((expected.codes == weight.codes).float().mean()) > 0.97, name
+        alone = solved_alone(before, x, weight.scheme)
+        plain += float((alone.codes == weight.codes).float().mean()) < 0.97
+    assert plain > 20  # so it is not GPTQ that was compared
 
 
 def test_the_router_and_norms_stay_as_they_are(tmp_path: Path) -> None:

@@ -71,6 +71,58 @@ def test_gradients_are_those_of_transformers(tmp_path: Path, family: str) -> Non
         assert float(found[name].gradients.sum()) == pytest.approx(float(expected.sum()), rel=0.25)
 
 
+def loop_over_experts(
+    module: Any, outputs: dict[str, torch.Tensor], names: list[tuple[str, str, str]]
+) -> Any:
+    """Return a forward for the experts of transformers that keeps what their linears give."""
+
+    def forward(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros_like(x)
+        for index, (gate, up, down) in enumerate(names):
+            rows, place = (chosen == index).nonzero(as_tuple=True)
+            inputs = x[rows]
+            first, second = module.gate_up_proj[index].chunk(2)
+            g, u = inputs @ first.T, inputs @ second.T
+            y = (torch.nn.functional.silu(g) * u) @ module.down_proj[index].T
+            for name, output in ((gate, g), (up, u), (down, y)):
+                output.retain_grad()
+                outputs[name] = output
+            total = total.index_add(0, rows, y * weights[rows, place, None])
+        return total
+
+    return forward
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_gradients_of_experts_are_those_of_a_plain_loop(tmp_path: Path, family: str) -> None:
+    """As above, over all tokens of the text, whoever of them reached an expert."""
+    path = write_tiny(tmp_path / "model", family)
+    found = measure(path)
+    config = prepare(open_checkpoint(path), QuantizeConfig(group_size=32)).model
+    assert config.moe is not None
+    model = load_oracle(path)
+    outputs: dict[str, torch.Tensor] = {}
+    squares: dict[str, torch.Tensor] = {}
+    for layer in (layer for layer in range(2) if config.is_sparse(layer)):
+        experts = [config.moe.names.expert(index) for index in range(config.moe.num_experts)]
+        names = [tuple(f"model.layers.{layer}.{n}" for n in expert) for expert in experts]
+        module = model.model.layers[layer].mlp.experts
+        module.forward = loop_over_experts(module, outputs, names)  # type: ignore[arg-type] # three names each
+        for name in (name for three in names for name in three):
+            squares[name] = torch.zeros(len(found[name].gradients))
+    torch.manual_seed(1)
+    for window in WINDOWS:
+        logprobs = model(torch.tensor([window])).logits[0].log_softmax(-1)
+        drawn = torch.multinomial(logprobs.detach().exp(), 1)
+        logprobs.gather(1, drawn).sum().backward()
+        for name, output in outputs.items():
+            if output.grad is not None:
+                squares[name] += output.grad.square().sum(0) / (24 * 60)
+    assert len(squares) == 3 * len(names) * (2 if family == "mixtral" else 1)
+    for name, expected in squares.items():
+        assert float(found[name].gradients.sum()) == pytest.approx(float(expected.sum()), rel=0.3)
+
+
 def test_predicts_the_divergence_that_solving_one_module_costs(tmp_path: Path) -> None:
     """Within a factor of two. Of v_proj, whose errors attention averages over tokens, what the
     tokens' errors have in common counts more than the sum of their squares says.
