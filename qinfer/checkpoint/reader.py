@@ -126,6 +126,10 @@ class Checkpoint:
                     f"{prefix}.weight has shape {tuple(weight.shape)}, expected {expected} from "
                     "config.json"
                 )
+            if not weight.dtype.is_floating_point:
+                raise CheckpointError(
+                    f"{prefix}.weight is {weight.dtype}, but no settings say what its codes mean"
+                )
             return weight
         stored = self.quantization.module_format(prefix) if self.quantization else None
         if stored is None:
@@ -272,7 +276,11 @@ def _with_symmetry(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     name = next((name for name in checkpoint.names() if name.endswith(".qzeros")), None)
     scheme = settings.scheme_for(name.removesuffix(".qzeros")) if name else None
-    if name is None or scheme is None or detect_symmetric(checkpoint.tensor(name), scheme.bits):
+    if name is None or scheme is None:
+        return checkpoint
+    if len(checkpoint.shape(name)) != 2 or checkpoint.dtype(name) != torch.int32:
+        return checkpoint  # refused when it is read
+    if detect_symmetric(checkpoint.tensor(name), scheme.bits):
         return checkpoint
     asymmetric = parse_settings({**settings.raw, "sym": False})
     return replace(checkpoint, quantization=replace(asymmetric, raw=settings.raw))

@@ -77,7 +77,7 @@ def read_kv_scheme(config: Mapping[str, Any]) -> KVScheme | None:
             f"config.json: {KV_KEY}.format_version is {version!r}; this qinfer reads "
             f"{_KV_FORMAT_VERSION}"
         )
-    scheme = KV_SCHEMES.get(raw.get("dtype"))
+    scheme = KV_SCHEMES.get(str(raw.get("dtype")))
     if scheme is None or raw.get("granularity") != scheme.granularity:
         raise CheckpointError(
             f"config.json: {KV_KEY} asks for dtype {raw.get('dtype')!r} with granularity "

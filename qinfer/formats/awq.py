@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from qinfer.errors import CheckpointError
+from qinfer.formats.checks import check_dtype, check_scales, require
 from qinfer.formats.packing import unpack
 from qinfer.formats.settings import ModuleFormat, QuantizationSettings, Rule
 from qinfer.formats.weight import QuantizedWeight
@@ -59,7 +60,10 @@ def parse_config(raw: Mapping[str, Any]) -> QuantizationSettings:
             f"quantization_config.group_size is {size!r}; it must be positive or -1"
         )
     if data.get("zero_point", True) is not True:
-        raise CheckpointError("quantization_config.zero_point is not true; gemm files store them")
+        raise CheckpointError(
+            f"quantization_config.zero_point is {data['zero_point']!r}; gemm files store zero "
+            "points, so it must be true"
+        )
     scheme = WeightScheme(_BITS, None if size == -1 else size, symmetric=False)
     return QuantizationSettings(
         method="awq",
@@ -103,22 +107,21 @@ def from_tensors(
         "qzeros": (groups, words),
         "scales": (groups, out_features),
     }
+    require(tensors, TENSORS, name)
     for part, shape in expected.items():
-        if part not in tensors:
-            raise CheckpointError(f"{name}.{part} is missing")
-        _check(tensors[part], shape, f"{name}.{part}", in_features)
-    scales = tensors["scales"]
-    if not torch.isfinite(scales).all():
-        raise CheckpointError(f"{name}.scales holds NaN or infinity; the file is damaged")
+        _check_shape(tensors[part], shape, f"{name}.{part}", in_features)
+    for part in ("qweight", "qzeros"):
+        check_dtype(tensors[part], torch.int32, f"{name}.{part}")
+    check_scales(tensors["scales"], f"{name}.scales")
     return QuantizedWeight(
         codes=_codes(tensors["qweight"], out_features).to(torch.int8),
-        scales=scales.T.contiguous(),
+        scales=tensors["scales"].T.contiguous(),
         scheme=scheme,
         zeros=_codes(tensors["qzeros"], out_features).to(torch.int16),
     )
 
 
-def _check(tensor: torch.Tensor, shape: tuple[int, int], name: str, in_features: int) -> None:
+def _check_shape(tensor: torch.Tensor, shape: tuple[int, int], name: str, in_features: int) -> None:
     found = tuple(tensor.shape)
     if found != shape:
         hint = ""
@@ -128,10 +131,6 @@ def _check(tensor: torch.Tensor, shape: tuple[int, int], name: str, in_features:
         elif name.endswith("qweight") and found == (shape[0] // _LANES, shape[1] * _LANES):
             hint = "; that is GPTQ's layout: set quant_method to gptq"
         raise CheckpointError(f"{name} has shape {found}, expected {shape}{hint}")
-    is_scale = name.endswith("scales")
-    if is_scale != tensor.dtype.is_floating_point or not (is_scale or tensor.dtype == torch.int32):
-        wanted = "floating point" if is_scale else "int32"
-        raise CheckpointError(f"{name} is {tensor.dtype}, expected {wanted}")
 
 
 def _codes(words: torch.Tensor, out_features: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ largest magnitude of every row, and `weight_format`.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from qinfer.errors import CheckpointError
+from qinfer.formats.checks import require
 from qinfer.formats.codebook import CodebookWeight
 from qinfer.formats.settings import ModuleFormat, QuantizationSettings, Rule
 from qinfer.formats.weight import QuantizedWeight
@@ -122,7 +124,7 @@ def read_four_bit(
     Raises:
         CheckpointError: a tensor is missing, damaged or of another shape; it is named.
     """
-    _require(tensors, FOUR_BIT_TENSORS, name)
+    require(tensors, FOUR_BIT_TENSORS, name)
     table, state = _state(tensors, name)
     block_size = _positive(state, "blocksize", f"{name}.{STATE}{table}")
     if block_size % 2:
@@ -166,7 +168,7 @@ def read_int8(
     Raises:
         CheckpointError: a tensor is missing, damaged or of another shape; it is named.
     """
-    _require(tensors, INT8_TENSORS, name)
+    require(tensors, INT8_TENSORS, name)
     layout = tensors.get("weight_format")
     if layout is not None and (layout.numel() != 1 or int(layout) != _ROW_MAJOR):
         raise CheckpointError(
@@ -183,12 +185,6 @@ def read_int8(
     return QuantizedWeight(codes, (largest / 127).unsqueeze(1), INT8_SCHEME)
 
 
-def _require(tensors: Mapping[str, torch.Tensor], keys: tuple[str, ...], name: str) -> None:
-    for key in keys:
-        if key not in tensors:
-            raise CheckpointError(f"{name}.{key} is missing")
-
-
 def _state(tensors: Mapping[str, torch.Tensor], name: str) -> tuple[str, dict[str, Any]]:
     """Return the table's name and what the JSON in the state tensor says."""
     found = [table for table in TABLES if f"{STATE}{table}" in tensors]
@@ -199,7 +195,7 @@ def _state(tensors: Mapping[str, torch.Tensor], name: str) -> tuple[str, dict[st
     key = f"{STATE}{found[0]}"
     try:
         state = json.loads(bytes(tensors[key].contiguous().view(torch.uint8).flatten().tolist()))
-    except ValueError as error:  # neither UTF-8 nor JSON
+    except (ValueError, RecursionError) as error:  # neither UTF-8 nor JSON
         raise CheckpointError(f"{name}.{key} is no JSON; the file is damaged: {error}") from error
     if not isinstance(state, dict) or state.get("quant_type") != found[0]:
         raise CheckpointError(f"{name}.{key} holds {state!r}, expected quant_type {found[0]!r}")
@@ -219,11 +215,11 @@ def _absmax(
         )
     if not nested:
         return _floats(tensors, "weight.absmax", stored.numel(), name)
-    _require(tensors, ("weight.nested_absmax", "weight.nested_quant_map"), name)
+    require(tensors, ("weight.nested_absmax", "weight.nested_quant_map"), name)
     block_size = _positive(state, "nested_blocksize", where)
     offset = state.get("nested_offset")
-    if not isinstance(offset, int | float) or isinstance(offset, bool):
-        raise CheckpointError(f"{where}: nested_offset is {offset!r}; it must be a number")
+    if not isinstance(offset, int | float) or not math.isfinite(offset):  # JSON may say NaN
+        raise CheckpointError(f"{where}: nested_offset is {offset!r}; it must be a finite number")
     blocks = -(-stored.numel() // block_size)
     scales = _floats(tensors, "weight.nested_absmax", blocks, name)
     values = _floats(tensors, "weight.nested_quant_map", 256, name)[stored.int()]

@@ -18,6 +18,13 @@ from collections.abc import Mapping
 import torch
 
 from qinfer.errors import CheckpointError, QuantizationError
+from qinfer.formats.checks import (
+    SCALE_DTYPES,
+    check_dtype,
+    check_range,
+    check_scales,
+    require,
+)
 from qinfer.formats.groups import group_index
 from qinfer.formats.packing import num_words, pack, unpack
 from qinfer.formats.settings import ModuleFormat
@@ -29,7 +36,6 @@ PACKED_TENSORS = ("weight_packed", "weight_scale", "weight_shape")
 PACKED_OPTIONAL = ("weight_zero_point", "weight_g_idx", "input_scale", "input_zero_point")
 INT8_TENSORS = ("weight", "weight_scale")
 INT8_OPTIONAL = ("weight_zero_point", "input_scale", "input_zero_point")
-_SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _SPARSE_3_BIT = 10  # codes per word in files of before May 2026, whose words kept 2 bits empty
 
 
@@ -99,7 +105,7 @@ def refusal(weight: QuantizedWeight) -> str | None:
             "its groups are scattered over the inputs (g_idx of act-order), which "
             "compressed-tensors no longer carries"
         )
-    if weight.scales.dtype not in _SCALE_DTYPES:
+    if weight.scales.dtype not in SCALE_DTYPES:
         return f"its scales are {weight.scales.dtype}"
     return misfit(weight.in_features, weight.scheme)
 
@@ -122,15 +128,15 @@ def from_packed(
             holds values that cannot be.
     """
     scheme = stored.grid
-    _require(tensors, PACKED_TENSORS, name)
-    found = tuple(int(size) for size in tensors["weight_shape"].flatten())
+    require(tensors, PACKED_TENSORS, name)
+    found = tuple(tensors["weight_shape"].flatten().tolist())
     if found != (out_features, in_features):
         raise CheckpointError(
             f"{name}.weight_shape says {found}, expected {(out_features, in_features)} from "
             "config.json"
         )
     packed = tensors["weight_packed"]
-    _check_integers(packed, torch.int32, f"{name}.weight_packed")
+    check_dtype(packed, torch.int32, f"{name}.weight_packed")
     middle = 1 << (scheme.bits - 1)
     unsigned = _unpack(packed, scheme, 1, (out_features, in_features), f"{name}.weight_packed")
     scales = _scales(tensors["weight_scale"], scheme, in_features, out_features, name)
@@ -160,29 +166,19 @@ def from_int8(
         CheckpointError: a tensor is missing, or has another shape or type than the settings imply.
     """
     scheme = stored.grid
-    _require(tensors, INT8_TENSORS, name)
+    require(tensors, INT8_TENSORS, name)
     codes = tensors["weight"]
-    _check_integers(codes, torch.int8, f"{name}.weight")
+    check_dtype(codes, torch.int8, f"{name}.weight")
     _check_shape(codes, (out_features, in_features), f"{name}.weight", "config.json")
+    check_range(codes, scheme.bits, f"{name}.weight")
     scales = _scales(tensors["weight_scale"], scheme, in_features, out_features, name)
     zeros = tensors.get("weight_zero_point")
     if scheme.symmetric:
         _check_no_zeros(zeros, name)
         zeros = None
     else:
-        zeros = _plain_zeros(zeros, tuple(scales.shape), name)
+        zeros = _plain_zeros(zeros, scheme, tuple(scales.shape), name)
     return QuantizedWeight(codes, scales, scheme, zeros)
-
-
-def _require(tensors: Mapping[str, torch.Tensor], parts: tuple[str, ...], name: str) -> None:
-    for part in parts:
-        if part not in tensors:
-            raise CheckpointError(f"{name}.{part} is missing")
-
-
-def _check_integers(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> None:
-    if tensor.dtype != dtype:
-        raise CheckpointError(f"{name} is {tensor.dtype}, expected {dtype}")
 
 
 def _check_shape(tensor: torch.Tensor, expected: tuple[int, ...], name: str, source: str) -> None:
@@ -232,10 +228,7 @@ def _scales(
     stored: torch.Tensor, scheme: WeightScheme, in_features: int, out_features: int, name: str
 ) -> torch.Tensor:
     """Return the scales as `[out, groups]`; one for the whole tensor is repeated for every row."""
-    if stored.dtype not in _SCALE_DTYPES:
-        raise CheckpointError(f"{name}.weight_scale is {stored.dtype}, expected floating point")
-    if not torch.isfinite(stored).all():
-        raise CheckpointError(f"{name}.weight_scale holds NaN or infinity; the file is damaged")
+    check_scales(stored, f"{name}.weight_scale")
     groups = scheme.num_groups(in_features)
     if scheme.group_size is None and stored.numel() == 1:
         return stored.reshape(1, 1).repeat(out_features, 1)
@@ -273,19 +266,22 @@ def _packed_zeros(
         _check_no_zeros(stored, name)
         return None
     if stored is None or stored.dtype == torch.int8:
-        return _plain_zeros(stored, shape, name)
-    _check_integers(stored, torch.int32, f"{name}.weight_zero_point")
+        return _plain_zeros(stored, scheme, shape, name)
+    check_dtype(stored, torch.int32, f"{name}.weight_zero_point")
     unsigned = _unpack(stored, scheme, 0, (shape[0], shape[1]), f"{name}.weight_zero_point")
     return (unsigned.to(torch.int16) - (1 << (scheme.bits - 1))).contiguous()
 
 
-def _plain_zeros(stored: torch.Tensor | None, shape: tuple[int, ...], name: str) -> torch.Tensor:
+def _plain_zeros(
+    stored: torch.Tensor | None, scheme: WeightScheme, shape: tuple[int, ...], name: str
+) -> torch.Tensor:
     """Return zero points that are stored one to a byte; one for all rows is repeated."""
     if stored is None:
         raise CheckpointError(
             f"{name}.weight_zero_point is missing although the settings say symmetric = false"
         )
-    _check_integers(stored, torch.int8, f"{name}.weight_zero_point")
+    check_dtype(stored, torch.int8, f"{name}.weight_zero_point")
+    check_range(stored, scheme.bits, f"{name}.weight_zero_point")
     zeros = stored.to(torch.int16)
     if shape[1] == 1 and zeros.numel() in {1, shape[0]}:
         return zeros.reshape(-1, 1).expand(shape).contiguous()

@@ -49,6 +49,7 @@ def parse_config(raw: Mapping[str, Any]) -> QuantizationSettings:
         raise CheckpointError("quantization_config.config_groups is missing or no object")
     named: list[Rule] = []
     matched: list[Rule] = []
+    targets: dict[str, ModuleFormat] = {}
     default: ModuleFormat | None = None
     for key, group in groups.items():
         where = f"quantization_config.config_groups.{key}"
@@ -56,8 +57,13 @@ def parse_config(raw: Mapping[str, Any]) -> QuantizationSettings:
         if stored is None:
             continue
         for target in _strings(group.get("targets"), f"{where}.targets"):
+            if targets.setdefault(target, stored) != stored:
+                raise CheckpointError(
+                    f"{where} targets {target!r} as {stored}, although another group says "
+                    f"{targets[target]}; remove one of them"
+                )
             if target == _ALL_LINEARS:
-                default = default or stored
+                default = stored
             elif target.startswith(_REGEX):
                 matched.append((_pattern(target, f"{where}.targets"), stored))
             else:
@@ -102,6 +108,7 @@ def _group(group: object, top: object, where: str) -> ModuleFormat | None:
     layout = group.get("format") or (None if top == MIXED else top)
     if layout is None:  # old files leave it to the reader
         layout = INT8 if group.get("input_activations") else PACKED
+    layout = str(layout)
     if layout in _REFUSED:
         raise CheckpointError(
             f"{where} has format {layout!r}, which qinfer does not read: {_REFUSED[layout]}"
@@ -117,7 +124,7 @@ def _scheme(weights: Mapping[str, Any], where: str) -> WeightScheme:
         raise CheckpointError(
             f"{where} asks for {bits}-bit numbers of type {kind!r}; qinfer reads integers"
         )
-    if bits not in WEIGHT_BITS:
+    if not isinstance(bits, int) or bits not in WEIGHT_BITS:
         raise CheckpointError(f"{where}.num_bits is {bits!r}; qinfer reads {WEIGHT_BITS}")
     if weights.get("dynamic"):
         raise CheckpointError(f"{where}.dynamic is {weights['dynamic']!r}; weights are static")

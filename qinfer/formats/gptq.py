@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from qinfer.errors import CheckpointError, QuantizationError
+from qinfer.formats.checks import check_dtype, check_scales, require
 from qinfer.formats.gptq_config import Version, config, parse_config, preferred_version
 from qinfer.formats.groups import group_index
 from qinfer.formats.packing import num_words, pack, to_int32, unpack
@@ -115,13 +116,10 @@ def from_tensors(
         CheckpointError: a tensor is missing, has another shape or type than the settings imply,
             or holds values that cannot be.
     """
-    for key in TENSORS:
-        if key not in tensors:
-            raise CheckpointError(f"{name}.{key} is missing")
+    require(tensors, TENSORS, name)
     _check_shapes(tensors, scheme, in_features, out_features, name)
+    check_scales(tensors["scales"], f"{name}.scales")
     scales = tensors["scales"].T.contiguous()  # [out, groups]
-    if not torch.isfinite(scales).all():
-        raise CheckpointError(f"{name}.scales holds NaN or infinity; the file is damaged")
     g_idx = tensors.get("g_idx")
     index = None if g_idx is None else group_index(g_idx, scheme, in_features, f"{name}.g_idx")
     middle = 1 << (scheme.bits - 1)
@@ -160,10 +158,8 @@ def _check_shapes(
         if found != shape:
             cause = _likely_cause(key, found, scheme, in_features, out_features)
             raise CheckpointError(f"{name}.{key} has shape {found}, expected {shape}{cause}")
-        wanted = "floating point" if key == "scales" else "int32"
-        dtype = tensors[key].dtype
-        if dtype.is_floating_point if key != "scales" else not dtype.is_floating_point:
-            raise CheckpointError(f"{name}.{key} is {dtype}, expected {wanted}")
+    for key in ("qweight", "qzeros"):
+        check_dtype(tensors[key], torch.int32, f"{name}.{key}")
 
 
 def _likely_cause(

@@ -128,7 +128,7 @@ def _only(modules: frozenset[str] | None, default: ModuleFormat) -> tuple[Rule, 
 
 
 def _version(data: Mapping[str, Any]) -> str:
-    version = data.get("format") or data.get("checkpoint_format") or "gptq"
+    version = str(data.get("format") or data.get("checkpoint_format") or "gptq")
     if data.get("is_marlin_format") is True or data.get("quant_method") == "marlin":
         version = "marlin"
     if version in _REFUSED:
@@ -144,7 +144,7 @@ def _version(data: Mapping[str, Any]) -> str:
         raise CheckpointError(
             f"quantization_config.pack_dtype is {data['pack_dtype']!r}; qinfer reads int32"
         )
-    return str(version)
+    return version
 
 
 def _scheme(data: Mapping[str, Any], where: str) -> WeightScheme:
@@ -221,4 +221,8 @@ def _modules(raw: object) -> frozenset[str] | None:
     names: set[str] = set()
     for item in raw:
         names.update(item if isinstance(item, list) else [item])
+    if not all(isinstance(name, str) for name in names):
+        raise CheckpointError(
+            f"quantization_config.modules_in_block_to_quantize is {raw!r}; it must hold names"
+        )
     return frozenset(names)

@@ -20,19 +20,21 @@ def group_index(
         name: of the tensor, for messages.
 
     Raises:
-        CheckpointError: it has another length, or names a group that there is not.
+        CheckpointError: it has another length or type, or names a group that there is not.
     """
     size = scheme.group_size or in_features
     groups = scheme.num_groups(in_features)
     if tuple(stored.shape) != (in_features,):
         raise CheckpointError(f"{name} has shape {tuple(stored.shape)}, expected ({in_features},)")
-    index = stored.to(torch.int32)
-    index = torch.where(index < 0, index + groups, index)
+    if stored.dtype not in {torch.int32, torch.int64}:
+        raise CheckpointError(f"{name} is {stored.dtype}, expected int32")
+    index = torch.where(stored < 0, stored + groups, stored)
     outside = stored[(index < 0) | (index >= groups)]
     if outside.numel():
         raise CheckpointError(
             f"{name} names group {int(outside[0])} although there are {groups}; "
             f"group_size {scheme.group_size or -1} may be wrong"
         )
+    index = index.to(torch.int32)
     trivial = torch.arange(in_features, dtype=torch.int32, device=index.device) // size
     return None if torch.equal(index, trivial) else index

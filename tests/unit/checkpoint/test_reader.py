@@ -180,6 +180,14 @@ def test_integers_under_the_name_of_a_plain_weight_are_not_read_as_one(quantized
         checkpoint.weight(Q_PROJ, in_features=64, out_features=64)
 
 
+def test_integers_in_an_unquantized_checkpoint_are_refused(tiny: Path) -> None:
+    tensors = load_file(tiny / "model.safetensors")
+    tensors[f"{Q_PROJ}.weight"] = torch.ones(64, 64, dtype=torch.int8)
+    save_file(tensors, tiny / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight is torch\.int8, but no settings"):
+        open_checkpoint(tiny).weight(Q_PROJ, in_features=64, out_features=64)
+
+
 def test_excluded_layer_that_is_quantized(quantized: Path) -> None:
     settings = json.loads((quantized / "quantize_config.json").read_text())
     edit_json(quantized / "config.json", quantization_config=settings | {"dynamic": {"-:.*q_": {}}})
@@ -381,6 +389,7 @@ def test_kv_scheme_is_read(tiny: Path) -> None:
         {"format_version": 2, "dtype": "int8", "granularity": "token_head"},
         {"format_version": 1, "dtype": "int3", "granularity": "token_head"},
         {"format_version": 1, "dtype": "int8", "granularity": "tensor"},
+        {"format_version": 1, "dtype": ["int8"], "granularity": "token_head"},
         "int8",
     ],
 )

@@ -82,7 +82,7 @@ def test_modules_that_are_left_out() -> None:
         ({"bits": None}, "bits is None"),
         ({"group_size": 0}, "positive or -1"),
         ({"group_size": "128"}, "positive or -1"),
-        ({"zero_point": False}, "zero_point is not true"),
+        ({"zero_point": False}, "zero_point is False"),
         ({"modules_to_not_convert": "lm_head"}, "must be a list of names"),
     ],
 )
@@ -100,6 +100,11 @@ def test_what_is_not_read_says_why(change, message) -> None:
         ("qzeros", lambda t: t[:2], r"expected \(3, 8\); group_size 48 would fit"),
         ("qzeros", lambda t: t.long(), "expected int32"),
         ("scales", lambda t: t.int(), "expected floating point"),
+        (
+            "scales",
+            lambda t: t.to(torch.float8_e4m3fn),
+            "is float8_e4m3fn, expected floating point",
+        ),
         ("scales", lambda t: t * float("inf"), "NaN or infinity"),
     ],
 )

@@ -235,14 +235,15 @@ def test_f02_wrong_settings_name_tensor_shapes_and_cause() -> None:
 @pytest.mark.parametrize(
     ("key", "change", "message"),
     [
-        ("weight_packed", lambda t: t.float(), "expected torch.int32"),
+        ("weight_packed", lambda t: t.float(), "expected int32"),
         ("weight_packed", lambda t: t[:32], r"has shape \(32, 12\), expected \(64, 12\)"),
         ("weight_packed", lambda t: t[0], r"expected \(64, 12\)"),
         ("weight_scale", lambda t: t.int(), "expected floating point"),
         ("weight_scale", lambda t: t * float("nan"), "NaN or infinity"),
         ("weight_shape", lambda t: t.flip(0), r"says \(96, 64\), expected \(64, 96\)"),
-        ("weight_zero_point", lambda t: t.float(), "expected torch.int32"),
+        ("weight_zero_point", lambda t: t.float(), "expected int32"),
         ("weight_zero_point", lambda t: t.T, r"expected \(8, 3\)"),
+        ("weight_zero_point", lambda t: torch.full_like(t, 8, dtype=torch.int8), "-8 to 7"),
     ],
 )
 def test_f02_damaged_tensors(key, change, message) -> None:
@@ -252,6 +253,16 @@ def test_f02_damaged_tensors(key, change, message) -> None:
     tensors[key] = change(tensors[key])
     with pytest.raises(CheckpointError, match=rf"layer\.{key}.*{message}"):
         read(tensors, weight)
+
+
+def test_codes_of_another_width_than_the_settings_say() -> None:
+    """They would change their neighbours when they are packed for a kernel."""
+    weight = random_weight(WeightScheme(8, None))
+    stored = ModuleFormat(compressed.INT8, WeightScheme(4, None))
+    with pytest.raises(CheckpointError, match=r"layer\.weight holds .*, which 4 bits cannot"):
+        compressed.from_int8(
+            compressed.to_int8(weight), stored, in_features=96, out_features=64, name="layer"
+        )
 
 
 def test_zero_points_in_a_symmetric_checkpoint_are_refused() -> None:

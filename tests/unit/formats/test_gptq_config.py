@@ -73,6 +73,8 @@ def test_module_lists_and_the_head() -> None:
         ({"quant_method": "marlin"}, "repacked for one GPU kernel"),
         ({"checkpoint_format": "gptq_p"}, "bit-plane"),
         ({"format": "other"}, "gptq and gptq_v2"),
+        ({"format": ["gptq"]}, "gptq and gptq_v2"),
+        ({"modules_in_block_to_quantize": [[1, 2]]}, "must hold names"),
         ({"pack_dtype": "int64"}, "int32"),
         ({"bits": 5}, "bits is 5"),
         ({"bits": "four"}, "must be an integer"),
