@@ -105,5 +105,5 @@ def _parameters(checkpoint: Checkpoint, name: str) -> tuple[int, str | None]:
         return entry.num_elements, None
     fmt = FORMATS[stored.layout]
     if part == fmt.tensors[0]:
-        return fmt.count_codes(entry.num_elements, stored), str(stored)
+        return fmt.count_codes(entry.num_bytes, stored), str(stored)
     return (0 if part in {*fmt.tensors, *fmt.optional_tensors} else entry.num_elements), None

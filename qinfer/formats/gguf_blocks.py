@@ -104,10 +104,10 @@ def row_bytes(type_name: str, in_features: int) -> int | None:
     return None if in_features % block_size else in_features // block_size * block_bytes
 
 
-def count_codes(num_elements: int, stored: ModuleFormat) -> int:
+def count_codes(num_bytes: int, stored: ModuleFormat) -> int:
     """Return the weights that so many bytes of blocks hold."""
     block_size, block_bytes = _block_shape(stored.variant)
-    return num_elements // block_bytes * block_size
+    return num_bytes // block_bytes * block_size
 
 
 def from_tensors(

@@ -59,8 +59,8 @@ class FromTensors(Protocol):
 class CountCodes(Protocol):
     """Tells how many weights the first tensor of a layout stands for."""
 
-    def __call__(self, num_elements: int, stored: ModuleFormat) -> int:
-        """Return the number of weights in `num_elements` elements of the tensor."""
+    def __call__(self, num_bytes: int, stored: ModuleFormat) -> int:
+        """Return the number of weights in `num_bytes` bytes of the tensor, whatever its type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +82,9 @@ class Format:
     count_codes: CountCodes
 
 
-def _in_words(num_elements: int, stored: ModuleFormat) -> int:
-    """Count codes that fill int32 words without gaps."""
-    return num_elements * 32 // stored.grid.bits
+def _dense_bits(num_bytes: int, stored: ModuleFormat) -> int:
+    """Count codes that lie bit to bit."""
+    return num_bytes * 8 // stored.grid.bits
 
 
 def _from_gptq(
@@ -111,21 +111,21 @@ FORMATS: dict[str, Format] = {
         optional_tensors=gptq.OPTIONAL_TENSORS,
         marks=gptq.TENSORS,
         from_tensors=_from_gptq,
-        count_codes=_in_words,
+        count_codes=_dense_bits,
     ),
     bnb.FOUR_BIT_LAYOUT: Format(
         tensors=bnb.FOUR_BIT_TENSORS,
         optional_tensors=bnb.FOUR_BIT_OPTIONAL,
         marks=bnb.FOUR_BIT_MARKS,
         from_tensors=bnb.from_tensors,
-        count_codes=lambda num_elements, _: 2 * num_elements,
+        count_codes=lambda num_bytes, _: 2 * num_bytes,
     ),
     bnb.INT8_LAYOUT: Format(
         tensors=bnb.INT8_TENSORS,
         optional_tensors=bnb.INT8_OPTIONAL,
         marks=bnb.INT8_MARKS,
         from_tensors=bnb.from_tensors,
-        count_codes=lambda num_elements, _: num_elements,
+        count_codes=lambda num_bytes, _: num_bytes,
     ),
     gguf_blocks.LAYOUT: Format(
         tensors=(gguf_blocks.BLOCKS,),
@@ -139,21 +139,21 @@ FORMATS: dict[str, Format] = {
         optional_tensors=compressed.PACKED_OPTIONAL,
         marks=("weight_packed", "weight_shape"),
         from_tensors=compressed.from_packed,
-        count_codes=_in_words,
+        count_codes=_dense_bits,
     ),
     compressed.INT8: Format(
         tensors=compressed.INT8_TENSORS,
         optional_tensors=compressed.INT8_OPTIONAL,
         marks=("weight_scale",),
         from_tensors=compressed.from_int8,
-        count_codes=lambda num_elements, _: num_elements,
+        count_codes=lambda num_bytes, _: num_bytes,
     ),
     "awq": Format(
         tensors=awq.TENSORS,
         optional_tensors=(),
         marks=awq.TENSORS,
         from_tensors=awq.from_tensors,
-        count_codes=_in_words,
+        count_codes=_dense_bits,
     ),
 }
 
@@ -170,12 +170,13 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], QuantizationSettings]] = {
 def parse_settings(raw: Mapping[str, Any]) -> QuantizationSettings:
     """Read a `quantization_config` of any method in the table.
 
-    A missing `quant_method` means GPTQ: quantize_config.json of AutoGPTQ's time has none.
+    A missing `quant_method` means GPTQ, as in quantize_config.json of AutoGPTQ's time, unless there
+    is a `zero_point`, as in AutoAWQ's quant_config.json.
 
     Raises:
         CheckpointError: the method is not in the table, or its settings cannot be read.
     """
-    method = str(raw.get("quant_method") or "gptq").lower()
+    method = str(raw.get("quant_method") or ("awq" if "zero_point" in raw else "gptq")).lower()
     if method not in METHODS:
         known = ", ".join(name for name in METHODS if name != "marlin")
         raise CheckpointError(

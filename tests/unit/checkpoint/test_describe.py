@@ -1,6 +1,9 @@
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import bnb_files
 from support.checkpoints import write_tiny
 from support.quantized import quantize_directory
 
@@ -30,6 +33,20 @@ def test_codes_count_as_the_weights_they_stand_for(tmp_path: Path, tiny_llama: P
     assert quantized.schemes == {f"int{bits} g32 sym": 14}
     assert quantized.dense_linears == 0
     assert plain.dense_linears == 14
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.float32])
+def test_codes_count_whatever_stores_their_bytes(tmp_path: Path, tiny_llama, storage) -> None:
+    """bitsandbytes' `bnb_4bit_quant_storage`."""
+    path = write_tiny(tmp_path / "model")
+    bnb_files.quantize_directory(path, load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    tensors = load_file(path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        tensors[name] = tensors[name].flatten().view(storage)
+    save_file(tensors, path / "model.safetensors")
+    found, plain = describe(open_checkpoint(path)), describe(open_checkpoint(tiny_llama))
+    assert found.total.parameters == plain.total.parameters
+    assert found.schemes == {"nf4": 14}
 
 
 def test_every_family_has_no_other_parts(tmp_path: Path) -> None:
