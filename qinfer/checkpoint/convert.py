@@ -8,11 +8,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from qinfer.checkpoint import gguf
+from qinfer.checkpoint.durable import refuse_existing, writing
 from qinfer.checkpoint.reader import open_checkpoint
 from qinfer.checkpoint.transcode import Conversion, transcode
 from qinfer.checkpoint.transcode import Progress as StageProgress
 from qinfer.checkpoint.writer import DEFAULT_SHARD_BYTES, CheckpointWriter
-from qinfer.errors import ConfigError
 
 _SETTINGS_FILE = "quantize_config.json"
 _SIDE_FILE_METHODS = {"gptq"}
@@ -52,9 +52,14 @@ def convert_model(
             writer.add(name, checkpoint.tensor(name))
             if on_progress:
                 on_progress(done, len(names))
-        writer.write_json("config.json", checkpoint.config)
-        if checkpoint.quantization and checkpoint.quantization.method in _SIDE_FILE_METHODS:
-            writer.write_json(_SETTINGS_FILE, checkpoint.quantization.raw)
+        settings = checkpoint.quantization
+        config = checkpoint.config
+        if settings is not None and config.get("quantization_config") is None:
+            named = {"quant_method": settings.method, **settings.raw}
+            config = config | {"quantization_config": named}
+        writer.write_json("config.json", config)
+        if settings is not None and settings.method in _SIDE_FILE_METHODS:
+            writer.write_json(_SETTINGS_FILE, settings.raw)
         writer.copy_companions(source)
 
 
@@ -85,9 +90,9 @@ def convert_format(
     if source.suffix != ".gguf":
         checkpoint = open_checkpoint(source, allow_pickle=allow_pickle)
         return transcode(checkpoint, out, name=name, version=version, on_progress=on_progress)
-    if out.exists():
-        raise ConfigError(f"{out} exists already; choose another output or remove it first")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    refuse_existing(out)
+    with writing(out.parent) as parent:
+        parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f"{out.name}.codes-", dir=out.parent) as folder:
         kept = Path(folder) / "model"
         gguf.convert(

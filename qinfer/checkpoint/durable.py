@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from qinfer.errors import CheckpointError
+from qinfer.errors import CheckpointError, ConfigError
 
 Buffer = bytes | memoryview
 
@@ -27,6 +27,16 @@ def writing(file: Path) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) else None
         raise CheckpointError(f"{file} cannot be written: {reason or error}") from error
+
+
+def refuse_existing(out: Path) -> None:
+    """Refuse a path that exists.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if out.exists():
+        raise ConfigError(f"{out} exists already; choose another output or remove it first")
 
 
 def write_all(descriptor: int, data: Buffer) -> None:

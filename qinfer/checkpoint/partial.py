@@ -17,7 +17,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from qinfer.checkpoint.durable import publish, sync_folder, write_durably, writing
+from qinfer.checkpoint.durable import (
+    publish,
+    refuse_existing,
+    sync_folder,
+    write_durably,
+    writing,
+)
 from qinfer.checkpoint.shards import TensorEntry, read_header
 from qinfer.checkpoint.tensor_file import Piece, read_metadata, write_tensors
 from qinfer.errors import CheckpointError, ConfigError
@@ -219,16 +225,6 @@ class PartialDirectory:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-
-def refuse_existing(out: Path) -> None:
-    """Refuse a path that exists.
-
-    Raises:
-        ConfigError: it does.
-    """
-    if out.exists():
-        raise ConfigError(f"{out} exists already; choose another output or remove it first")
 
 
 def _read_json(file: Path) -> Any:

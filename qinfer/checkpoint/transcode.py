@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
+from qinfer.checkpoint.durable import refuse_existing, writing
 from qinfer.checkpoint.files import list_names
 from qinfer.checkpoint.reader import Checkpoint, open_checkpoint
 from qinfer.checkpoint.writer import DEFAULT_SHARD_BYTES, CheckpointWriter, write_json
 from qinfer.errors import CheckpointError, ConfigError, QuantizationError
-from qinfer.formats import compressed, gguf_blocks
-from qinfer.formats.kv_scales import is_kv_scale
+from qinfer.formats import bnb, compressed, gguf_blocks
+from qinfer.formats.kv_scales import is_kv_scale, parse_kv_scheme
 from qinfer.formats.output import HEAD, OutputFacts, OutputFormat, output_format
 from qinfer.formats.settings import ModuleFormat
 from qinfer.formats.table import FORMATS, split_name
@@ -30,6 +31,7 @@ REPORT_NAME = "convert_report.json"
 REPORT_VERSION = 1
 _PIECE = 1 << 22  # elements that are dequantized at a time
 _KV_SCHEME = "kv_cache_scheme"
+_INPUT_SCALES = (".input_scale", ".input_zero_point")
 
 Progress = Callable[[str, int, int], None]
 
@@ -89,7 +91,7 @@ class _Job:
 
     def left_out(self) -> tuple[str, ...]:
         """Return the tensors that the target has no place for: scales of activations."""
-        inputs = [name for name in self.source.names() if name.endswith(".input_scale")]
+        inputs = [name for name in self.source.names() if name.endswith(_INPUT_SCALES)]
         return (*inputs, *sorted(set(self.others()) - set(self.copied())))
 
     def _is_weight(self, name: str) -> bool:
@@ -125,19 +127,21 @@ def transcode(
             with the reason of each. Or a weight came back as another, which is a defect.
         CheckpointError: a file is damaged or cannot be written.
     """
-    if out.exists():
-        raise ConfigError(f"{out} exists already; choose another output or remove it first")
+    refuse_existing(out)
     progress = on_progress or (lambda *_: None)
     job = _plan(source, name, version, progress)
     unproved = out.with_name(f"{out.name}.unproved")
     if unproved.exists():  # left by a run that was killed
-        shutil.rmtree(unproved)
+        with writing(unproved):
+            shutil.rmtree(unproved)
     try:
         with CheckpointWriter(unproved, max_shard_bytes=max_shard_bytes) as writer:
             _write(job, writer, progress)
         conversion = _prove(job, open_checkpoint(unproved), progress)
         write_json(unproved / REPORT_NAME, conversion.to_dict())
-        unproved.rename(out)
+        refuse_existing(out)
+        with writing(out):
+            unproved.rename(out)
     finally:
         if unproved.exists():
             shutil.rmtree(unproved)
@@ -218,23 +222,26 @@ def _shape(source: Checkpoint, module: str) -> tuple[int, int]:
     """Return `(out, in)` of a quantized weight from its tensors."""
     stored = _stored(source, module)
     fmt = FORMATS[stored.layout]
-    first = f"{module}.{fmt.tensors[0]}"
-    rows, columns = (*source.shape(first), 1)[:2]
+    if stored.layout == bnb.FOUR_BIT_LAYOUT:
+        raise QuantizationError(
+            f"{module} is stored as {stored}, codes that are places in a table of "
+            "values, which neither gptq nor compressed-tensors can carry; nothing was written"
+        )
+    part = fmt.tensors[0]
+    shape = source.shape(f"{module}.{part}")
     if stored.layout == compressed.PACKED:
-        out_features, in_features = source.tensor(f"{module}.weight_shape").tolist()
-        return int(out_features), int(in_features)
+        part = "weight_shape"
+        shape = tuple(source.tensor(f"{module}.{part}").long().flatten().tolist())
+    if len(shape) != 2 or min(shape) < 1:
+        raise CheckpointError(f"{module}.{part} tells of shape {shape}, expected two dimensions")
+    rows, columns = shape
     if stored.layout == "gptq":
         return columns, rows * 32 // stored.grid.bits
     if stored.layout == "awq":
         return columns * 32 // stored.grid.bits, rows
     if stored.layout == gguf_blocks.LAYOUT:
         return rows, fmt.count_codes(rows * columns, stored) // rows
-    if stored.layout in {compressed.INT8, "bnb-int8"}:
-        return rows, columns
-    raise QuantizationError(
-        f"{module} is stored as {stored}, codes that are places in a table of "
-        "values, which neither gptq nor compressed-tensors can carry; nothing was written"
-    )
+    return rows, columns
 
 
 def _write(job: _Job, writer: CheckpointWriter, progress: Progress) -> None:
@@ -255,13 +262,14 @@ def _write(job: _Job, writer: CheckpointWriter, progress: Progress) -> None:
 def _facts(job: _Job) -> OutputFacts:
     settings = job.source.quantization
     raw = settings.raw if settings else {}
+    parse_kv_scheme(raw)  # what is passed on as it is must be readable
     plain = [replace(scheme, act_order=False) for scheme in job.modules.values()]
     usual = Counter(plain).most_common(1)[0][0]
     ordered = any(scheme.act_order for scheme in job.modules.values())
     return OutputFacts(
         scheme=replace(usual, act_order=ordered),
-        modules=job.modules,
-        ignored=(HEAD, *_dense_linears(job)),  # a tied head has no tensor of its own
+        modules=job.modules | dict.fromkeys(_dense_linears(job)),
+        ignored=(HEAD,),  # a tied one has no tensor of its own
         desc_act=job.scattered,
         meta=dict(raw["meta"]) if isinstance(raw.get("meta"), dict) else {},
         kv_scheme=raw.get(_KV_SCHEME) if job.target.carries_kv_scheme else None,
@@ -269,10 +277,11 @@ def _facts(job: _Job) -> OutputFacts:
 
 
 def _dense_linears(job: _Job) -> Iterator[str]:
-    """Yield the modules with a plain matrix: all but the embedding are linears."""
+    """Yield the modules with a plain matrix, but the head: all but the embedding are linears."""
     for name in job.others():
         module, part = split_name(name)
-        if part == "weight" and len(job.source.shape(name)) == 2 and "embed" not in module:
+        is_matrix = part == "weight" and len(job.source.shape(name)) == 2
+        if is_matrix and module != HEAD and "embed" not in module:
             yield module
 
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from safetensors.torch import save_file
 
-from qinfer.checkpoint.durable import writing
+from qinfer.checkpoint.durable import refuse_existing, writing
 from qinfer.errors import CheckpointError, ConfigError
 
 DEFAULT_SHARD_BYTES = 2 * 1024**3
@@ -49,8 +49,7 @@ class CheckpointWriter:
     """
 
     def __init__(self, out: Path, *, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
-        if out.exists():
-            raise ConfigError(f"{out} exists already; choose another output or remove it first")
+        refuse_existing(out)
         self.out = out
         self.partial = out.with_name(out.name + ".partial")
         self._max_shard_bytes = max_shard_bytes

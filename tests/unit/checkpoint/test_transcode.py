@@ -1,4 +1,5 @@
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -133,6 +134,11 @@ def test_mixed_schemes_and_skipped_modules_stay_what_they_are(tmp_path: Path) ->
     assert set(written["ignore"]) == {"lm_head", skipped}
 
     convert_format(tmp_path / "b", tmp_path / "c", name="gptq")
+    written = json.loads((tmp_path / "c/config.json").read_text())["quantization_config"]
+    left_out = [key for key in written["dynamic"] if key.startswith("-:")]
+    assert [key for key in left_out if re.match(key.removeprefix("-:"), skipped)] == left_out
+    assert len(left_out) == 1  # other engines build a quantized linear for what is not named
+    assert written["lm_head"] is False
     for part in ("b", "c"):
         checkpoint = open_checkpoint(tmp_path / part)
         assert not checkpoint.is_quantized(skipped)
@@ -342,6 +348,47 @@ def test_a_damaged_source_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"q_proj\.scales has shape"):
         convert_format(tmp_path / "a", tmp_path / "b", name="compressed-tensors")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [([64, 64, 1], r"weight_shape tells of shape \(64, 64, 1\)"),
+     ([2**40, 2**40], r"weight_packed has shape \(64, 8\)"),
+     ([-64, 64], r"weight_shape tells of shape \(-64, 64\)")],
+)  # fmt: skip
+def test_a_damaged_shape_is_refused(shape: list[int], message: str, tmp_path: Path) -> None:
+    make(tmp_path / "a", "packed", WeightScheme(4, 32))
+    tensors = load_file(tmp_path / "a/model.safetensors")
+    tensors[f"{Q_PROJ}.weight_shape"] = torch.tensor(shape)
+    save_file(tensors, tmp_path / "a/model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        convert_format(tmp_path / "a", tmp_path / "b", name="gptq")
+
+
+def test_scales_of_static_inputs_are_left_out_by_name(tmp_path: Path) -> None:
+    make(tmp_path / "a", "int8", WeightScheme(8, None))
+    tensors = load_file(tmp_path / "a/model.safetensors")
+    extra = {f"{Q_PROJ}.input_scale": torch.ones(1), f"{Q_PROJ}.input_zero_point": torch.zeros(1)}
+    save_file(tensors | extra, tmp_path / "a/model.safetensors")
+    conversion = convert_format(tmp_path / "a", tmp_path / "b", name="compressed-tensors")
+    assert conversion.left_out == tuple(extra)
+
+
+def test_a_cache_scheme_that_cannot_be_read_is_not_passed_on(tmp_path: Path) -> None:
+    scheme = WeightScheme(4, 32)
+    settings = compressed_settings(scheme) | {"kv_cache_scheme": "fp8"}
+    put_weights(write_tiny(tmp_path / "a"), scheme, packed_tensors, settings)
+    with pytest.raises(CheckpointError, match="kv_cache_scheme is 'fp8'"):
+        convert_format(tmp_path / "a", tmp_path / "b", name="compressed-tensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_an_output_that_cannot_be_made(tiny_llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    quant = gguf.GGMLQuantizationType.Q8_0
+    source = write_gguf(tiny_llama, tmp_path / "m.gguf", "llama", quant=quant)
+    with pytest.raises(CheckpointError, match=r"file cannot be written: File exists"):
+        convert_format(source, tmp_path / "file" / "out", name="gptq")
 
 
 def test_progress_tells_the_three_passes(tmp_path: Path) -> None:
