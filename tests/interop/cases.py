@@ -118,10 +118,13 @@ OURS = (
     Ours("pack-quantized, INT4 g64", _CT | _G64, (_TRANSFORMERS, _VLLM)),
     Ours("pack-quantized, INT4 g128", _CT | _G128, (_TRANSFORMERS, _VLLM)),
     Ours(
-        "pack-quantized, INT4 g64 asymmetric", _CT | _G64 | {"asym": True}, (_TRANSFORMERS, _VLLM)
+        "pack-quantized, INT4 g64 asymmetric",
+        _CT | _G64 | {"asym": True},
+        (_TRANSFORMERS, _VLLM),
+        _NO_PACKED_ZEROS,
     ),
-    Ours("pack-quantized, INT8 per channel", _CT | _INT8, (_TRANSFORMERS, _VLLM)),
-    Ours("int-quantized, W8A8", _W8A8, (_TRANSFORMERS, _VLLM)),
+    Ours("pack-quantized, INT8 per channel", _CT | _INT8, (_TRANSFORMERS, _VLLM), _NO_W8A16),
+    Ours("int-quantized, W8A8", _W8A8, (_WEIGHTS_ALONE, _TRANSFORMERS_W8A8, _VLLM_W8A8)),
 )
 
 _WEIGHTS = {"type": "int", "symmetric": True}
@@ -149,7 +152,9 @@ def _llmcompressor(
 
 def _bitsandbytes(name: str, **options: Any) -> Theirs:
     script = PROCESSES / "make_bitsandbytes.py"
-    return Theirs(f"bitsandbytes: {name}", TRANSFORMERS, script, options, _WEIGHTS_ALONE)
+    # Its NF4 is dequantized to the type of the source, bfloat16.
+    peer = replace(_WEIGHTS_ALONE, limit=5e-4)
+    return Theirs(f"bitsandbytes: {name}", TRANSFORMERS, script, options, peer)
 
 
 THEIRS = (
