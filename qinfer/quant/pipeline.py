@@ -91,7 +91,6 @@ def quantize(  # noqa: PLR0913 - each is an option of the command
     target = None if dry_run else _free_path(out)
     job = prepare(open_checkpoint(resolve_model(model, revision=revision)), config)
     plan = _plan_conditioning(job)
-    job = replace(job, every_block=plan.conditioner is not None)
     if target is None:
         report = _planned(job, threads, on_progress or _ignore)
     else:
@@ -124,14 +123,14 @@ def _free_path(out: str | Path | None) -> Path:
 def _plan_conditioning(job: Job) -> ConditioningPlan:
     """Decide whether keys are conditioned, and whether static scales of the cache are measured."""
     kv = job.config.kv_scheme()
-    static = job.plan.form.carries_kv_scheme and kv is not None and kv.dtype == "fp8_e4m3"
+    static = job.plan.form.carries_kv_scheme and job.num_run == job.model.num_layers
     return plan_conditioning(
         job.config.condition_kv,
         source_config=job.source.config,
         config=job.model,
         scheme=kv,
         calibrated=job.config.calibrated,
-        static_scales=static,
+        static_scales=static and kv is not None and kv.dtype == "fp8_e4m3",
     )
 
 
@@ -174,8 +173,6 @@ def _run(
         ).run()
     record = _conditioning_record(job, plan, partial, calibration)
     report = replace(_report(job, _rows(job, partial), calibration), allocation=allocation)
-    written = sum(piece.num_bytes for piece in _pieces(job, partial))
-    report = replace(report, sizes=replace(report.sizes, output_bytes=written))
     if record is not None:
         report = replace(report, conditioning=record.summary())
     elif plan.notice is not None:
