@@ -49,7 +49,7 @@ class Override:
         if not separator or not pattern:
             raise ConfigError(f"override {text!r}: write REGEX=bits:8,group_size:32 or REGEX=skip")
         try:
-            re.compile(pattern)
+            re.compile(f"(?:{pattern})")  # as it stands in the checkpoint's settings
         except re.error as error:
             raise ConfigError(f"override {text!r}: bad regular expression: {error}") from error
         if settings == "skip":

@@ -25,6 +25,7 @@ def test_override_spellings() -> None:
         ("bits:8", "REGEX=bits:8"),
         ("=bits:8", "REGEX=bits:8"),
         ("q_(=bits:8", "bad regular expression"),
+        ("(?i)Q_PROJ=bits:8", "bad regular expression: global flags"),
         ("q=bits", "neither bits:N"),
         ("q=sym:1", "neither bits:N"),
     ],
