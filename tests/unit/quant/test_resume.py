@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.checkpoints import write_tiny
 
 from qinfer.errors import CapacityError, CheckpointError, ConfigError
@@ -181,6 +182,15 @@ def test_another_text_or_another_model_is_refused(source: Path, tmp_path: Path) 
     other = write_tiny(tmp_path / "other", num_hidden_layers=3, seed=1)
     with pytest.raises(ConfigError, match=r"source\.files\.model\.safetensors"):
         quantize(other, tmp_path / "out", **SMALL, calibration=text)
+
+
+def test_another_machine_that_rounds_otherwise_is_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(source, tmp_path / "out", after="layers.1.")
+    monkeypatch.setattr("qinfer.quant.fingerprint.linear_dtype", lambda: torch.float16)
+    with pytest.raises(ConfigError, match=r"differs in arithmetic\.linears \(.*float16"):
+        quantize(source, tmp_path / "out", **SMALL)
 
 
 def test_lost_hidden_states_are_named(source: Path, tmp_path: Path) -> None:
