@@ -165,11 +165,13 @@ class CalibratedRun:
         if first == end:
             return first
         states = [self._start(first, kind) for kind in self._kinds]
-        with Committer(self._partial) as committer:
-            for layer in range(first, end):
-                committer.submit(self._run_block(layer, states))
-        for item in states:
-            item.close()
+        try:
+            with Committer(self._partial) as committer:
+                for layer in range(first, end):
+                    committer.submit(self._run_block(layer, states))
+        finally:
+            for item in states:
+                item.close()
         return first
 
     def _count_finished(self, first: int) -> None:

@@ -23,7 +23,8 @@ OnProgress = Callable[[QuantProgress], None]
 class Job:
     """A source, what to do with it, and what becomes of every linear.
 
-    `rounding` is set where the linears are rounded by bitsandbytes.
+    `rounding` is set where the linears are rounded by bitsandbytes, `every_block` where more than
+    the linears of blocks may change (keys are conditioned).
     """
 
     source: Checkpoint
@@ -31,11 +32,14 @@ class Job:
     config: QuantizeConfig
     plan: Plan
     rounding: BnbRounding | None = None
+    every_block: bool = False
 
     @property
     def num_run(self) -> int:
-        """Blocks up to the last one that has a module to quantize."""
+        """Blocks that are run: all, or up to the last one that has a module to quantize."""
         layers = range(self.model.num_layers)
+        if self.every_block:
+            return len(layers)
         return 1 + max(
             layer for layer in layers if any(t.scheme for t in self.targets_of(layer).values())
         )

@@ -91,8 +91,9 @@ def quantize(  # noqa: PLR0913 - each is an option of the command
     target = None if dry_run else _free_path(out)
     job = prepare(open_checkpoint(resolve_model(model, revision=revision)), config)
     plan = _plan_conditioning(job)
+    job = replace(job, every_block=plan.conditioner is not None)
     if target is None:
-        report = _planned(job, threads, on_progress or _ignore)
+        report = _planned(job, plan, threads, on_progress or _ignore)
     else:
         with Workers(threads) as workers, PartialDirectory(target, restart=restart) as partial:
             report = _run(job, plan, partial, workers, memory, on_progress or _ignore)
@@ -101,7 +102,9 @@ def quantize(  # noqa: PLR0913 - each is an option of the command
     return replace(report, seconds=seconds, peak_rss_bytes=_peak_rss_bytes())
 
 
-def _planned(job: Job, threads: int | None, on_progress: OnProgress) -> QuantReport:
+def _planned(
+    job: Job, plan: ConditioningPlan, threads: int | None, on_progress: OnProgress
+) -> QuantReport:
     """Report what would be done; only a choice of bits has to look at the weights for that."""
     allocation: dict[str, Any] = {}
     calibration = _calibration(job) if job.config.allocated else None
@@ -109,7 +112,8 @@ def _planned(job: Job, threads: int | None, on_progress: OnProgress) -> QuantRep
         with Workers(threads) as workers:
             job, allocation = allocated(job, calibration, workers, on_progress)
     rows = tuple(plain_row(item) for item in job.plan.targets)
-    return replace(_report(job, rows, None), allocation=allocation)
+    conditioning = _conditioning_facts(plan, None)
+    return replace(_report(job, rows, None), allocation=allocation, conditioning=conditioning)
 
 
 def _free_path(out: str | Path | None) -> Path:
@@ -123,14 +127,14 @@ def _free_path(out: str | Path | None) -> Path:
 def _plan_conditioning(job: Job) -> ConditioningPlan:
     """Decide whether keys are conditioned, and whether static scales of the cache are measured."""
     kv = job.config.kv_scheme()
-    static = job.plan.form.carries_kv_scheme and job.num_run == job.model.num_layers
+    static = job.plan.form.carries_kv_scheme and kv is not None and kv.dtype == "fp8_e4m3"
     return plan_conditioning(
         job.config.condition_kv,
         source_config=job.source.config,
         config=job.model,
         scheme=kv,
         calibrated=job.config.calibrated,
-        static_scales=static and kv is not None and kv.dtype == "fp8_e4m3",
+        static_scales=static,
     )
 
 
@@ -172,11 +176,14 @@ def _run(
             conditioner=plan.conditioner,
         ).run()
     record = _conditioning_record(job, plan, partial, calibration)
-    report = replace(_report(job, _rows(job, partial), calibration), allocation=allocation)
-    if record is not None:
-        report = replace(report, conditioning=record.summary())
-    elif plan.notice is not None:
-        report = replace(report, conditioning={"notice": plan.notice})
+    planned = _report(job, _rows(job, partial), calibration)
+    written = sum(piece.num_bytes for piece in _pieces(job, partial))
+    report = replace(
+        planned,
+        sizes=replace(planned.sizes, output_bytes=written),
+        allocation=allocation,
+        conditioning=_conditioning_facts(plan, record),
+    )
     if job.config.strict and report.fallback_modules:
         raise QuantizationError(_strict_message(report, partial.path))
     _assemble(job, partial, report, record)
@@ -217,6 +224,15 @@ def _conditioning_record(
         for layer in range(job.num_run)
     ]
     return plan.conditioner.record(rows, [len(window) for window in calibration.windows])
+
+
+def _conditioning_facts(
+    plan: ConditioningPlan, record: ConditioningRecord | None
+) -> dict[str, Any]:
+    """Return what the report says of conditioning: what it gained, or why it was left out."""
+    if record is not None:
+        return record.summary()
+    return {} if plan.notice is None else {"notice": plan.notice}
 
 
 def _rows(job: Job, partial: PartialDirectory) -> tuple[ModuleRow, ...]:

@@ -80,9 +80,26 @@ def test_modules_that_stay_unquantized_are_conditioned_too(outliers: Path, tmp_p
         assert torch.equal(tensors[name].double() * factors[:, None], source[name].double())
 
 
+def test_layers_without_a_quantized_module_are_conditioned_too(
+    outliers: Path, tmp_path: Path
+) -> None:
+    report = quantize(outliers, tmp_path / "out", overrides=(r"layers\.1\.=skip",), **SMALL)
+    layers = json.loads((tmp_path / "out" / RECORD_NAME).read_text())["layers"]
+    assert len(layers) == len(report.conditioning["error_after"]) == 2
+    tensors, source = (
+        load_file(path / "model.safetensors") for path in (tmp_path / "out", outliers)
+    )
+    name = "model.layers.1.self_attn.k_proj.weight"
+    factors = torch.tensor(layers[1]["exponents"]).repeat(1, 2).flatten().double().exp2()
+    assert factors.max() >= 16  # the planted pair
+    assert torch.equal(tensors[name].double() * factors[:, None], source[name].double())
+
+
 def test_without_calibration_the_report_says_why_not(outliers: Path, tmp_path: Path) -> None:
     report = quantize(outliers, tmp_path / "out", algorithm="rtn", **SMALL)
     assert "not calibrated" in report.conditioning["notice"]
+    planned = quantize(outliers, dry_run=True, algorithm="rtn", **SMALL)
+    assert planned.conditioning == report.conditioning
     assert "conditioning" not in kv_record(tmp_path / "out")
 
 
@@ -110,6 +127,8 @@ def test_static_scales_go_where_the_format_has_room_for_them(
             assert wanted <= float(scale) <= 1.01 * wanted
     checkpoint = open_checkpoint(path)
     assert checkpoint.kv_scheme is not None
+    report = json.loads((path / "quantize_report.json").read_text())
+    assert report["sizes"]["output_bytes"] == checkpoint.total_bytes
     assert not any("_scale" in name for name in open_checkpoint(tmp_path / "gptq").names())
     edit_json(path / "config.json", qinfer_kv_cache=None)
     assert open_checkpoint(path).quantization is not None
