@@ -11,9 +11,8 @@ Record = dict[str, Any]
 
 METHOD = """\
 Every row is measured by the code of `qinfer eval` against the same unquantized model in float32
-with a float32 cache. Where weights are compared, all else is exact: float32 activations, the head
-as it is, a float32 cache; rows of the cache (KV) run as `qinfer serve` runs by default. All tools
-calibrate on the same token ids. The peers' checkpoints are read by qinfer's own readers.
+with a float32 cache. All but what a row is about is exact: float32 activations, the head as it is,
+and where weights are compared a float32 cache. All tools calibrate on the same token ids. The peers' checkpoints are read by qinfer's own readers.
 llama.cpp starts from the same bfloat16 weights, has no importance matrix, makes all linears Q4_0
 and leaves the embedding, which is the head too, in bfloat16, so that the linears alone are
 compared. **Bits** are per weight of the linears: codes,
