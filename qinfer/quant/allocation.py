@@ -6,6 +6,7 @@ form, so that they stay fused here and in other engines.
 
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,7 +84,7 @@ def allocated(
         The job with the plan that was chosen, and the record of the choice for the report.
 
     Raises:
-        ConfigError: the smallest forms exceed the target.
+        ConfigError: the smallest forms exceed the target, or the model is within it as it is.
         NonFiniteError: an activation, gradient or weight is not finite.
         CheckpointError: the record cannot be read or written.
     """
@@ -91,6 +92,7 @@ def allocated(
     if kept is not None and kept.exists():
         record = read_json(kept)
     else:
+        _check_budget(job, units)
         windows = calibration.windows[:NUM_WINDOWS]
         options = _measure(job, units, windows, workers, on_progress)
         result = allocate(options, _budget(job, units))
@@ -98,7 +100,12 @@ def allocated(
         if kept is not None:
             write_durably(kept, json.dumps(record).encode())
     chosen = {unit.name: unit.scheme(record["units"][unit.name]["chosen"]) for unit in units}
-    return replace(job, plan=_plan(job.plan, units, chosen)), record
+    plan = _plan(job.plan, units, chosen)
+    if all(target.scheme is None for target in plan.targets):
+        raise ConfigError(
+            "nothing to quantize: the size asked for leaves every module as it is; ask for less"
+        )
+    return replace(job, plan=plan), record
 
 
 def _measure(
@@ -206,6 +213,30 @@ def _budget(job: Job, units: Sequence[Unit]) -> int:
     target_bits = job.config.target_bits or 0.0
     weights = sum(target.in_features * target.out_features for target in job.plan.targets)
     return int(target_bits * weights) - sum(_cost(job, t, t.scheme) for t in _settled(job, units))
+
+
+def _check_budget(job: Job, units: Sequence[Unit]) -> None:
+    """Refuse what even the smallest forms exceed, before anything is measured."""
+    least = sum(
+        min(sum(_cost(job, target, scheme) for target in unit.targets) for scheme in unit.schemes)
+        for unit in units
+    )
+    over = least - _budget(job, units)
+    if over <= 0:
+        return
+    if job.config.target_size is not None:
+        asked, needed = f"target_size {job.config.target_size}", f"{job.config.target_size + over}"
+    else:
+        weights = sum(t.in_features * t.out_features for t in job.plan.targets)
+        bits = job.config.target_bits or 0.0
+        asked, needed = (
+            f"target_bits {bits:g}",
+            f"{math.ceil(1000 * (bits + over / weights)) / 1000}",
+        )
+    raise ConfigError(
+        f"{asked} is too small: in the smallest forms that fit them the modules need {needed}; ask "
+        "for that much, or change overrides and format"
+    )
 
 
 def _settled(job: Job, units: Sequence[Unit]) -> list[Target]:

@@ -111,9 +111,23 @@ def test_patterns_in_the_file_say_the_same_as_the_plan(tiny_llama: Path, workers
         assert target.scheme == expected, target.name
 
 
-def test_a_size_that_nothing_fits_is_refused(tiny_llama: Path, workers: Workers) -> None:
-    with pytest.raises(ConfigError, match="smallest"):
+def test_a_size_that_cannot_be_is_refused(
+    tiny_llama: Path, tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qinfer.quant.allocation.SensitivityRun", None)  # it is not needed
+    # 2-bit codes, and 16 bits of scale for each of 64.
+    with pytest.raises(ConfigError, match=r"target_bits 2 is too small: .* need 2\.25;"):
         choose(job_for(tiny_llama, target_bits=2.0), workers)
+    with pytest.raises(
+        ConfigError, match=r"target_size 10000 is too small: .* need (\d+);"
+    ) as info:
+        choose(job_for(tiny_llama, target_size=10_000), workers)
+    monkeypatch.undo()
+    needed = int(re.findall(r"need (\d+)", str(info.value))[0])
+    choose(job_for(tiny_llama, target_size=needed), workers)
+    half = write_tiny(tmp_path / "half", dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="nothing to quantize"):
+        choose(job_for(half, target_bits=16.0), workers)
     everything = (r"layers=bits:8",)
     with pytest.raises(ConfigError, match="no module to choose for"):
         make_units(job_for(tiny_llama, target_bits=4.0, overrides=everything))
