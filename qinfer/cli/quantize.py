@@ -1,4 +1,4 @@
-"""`qinfer quantize`: weights to INT4 or INT8, with the report of what it cost."""
+"""`qinfer quantize`: weights to fewer bits, with the report of what it cost."""
 
 from collections import Counter
 from collections.abc import Sequence

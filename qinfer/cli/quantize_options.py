@@ -65,7 +65,7 @@ _OPTIONS: tuple[Callable[[Verb], Verb], ...] = (
         type=click.Choice(ALGORITHMS),
         default=DEFAULTS["algorithm"],
         show_default=True,
-        help="gptq is calibrated on text, rtn rounds to nearest.",
+        help="gptq is calibrated on text; rtn rounds to nearest; bnb-* round as bitsandbytes does.",
     ),
     click.option(
         "--group-size",
@@ -113,7 +113,7 @@ _OPTIONS: tuple[Callable[[Verb], Verb], ...] = (
         "--target-size",
         metavar="SIZE",
         callback=parse_optional_size,
-        help="The same as a size of the checkpoint, such as 90MB.",
+        help="The same as a size of all tensors of the checkpoint, such as 90MB.",
     ),
     click.option(
         "--override",

@@ -88,7 +88,7 @@ class QuantizeConfig:
         gptaq: calibrate against the inputs of the unquantized model (arXiv 2504.02692).
         target_bits: mean bits per weight of the linears, scales and zero points included; bits and
             group sizes are then chosen module by module. None = as `weights` and `group_size` say.
-        target_size: the same as bytes of the whole checkpoint.
+        target_size: the same as bytes of all tensors of the checkpoint.
         overrides: `REGEX=bits:8,group_size:32` or `REGEX=skip`; the first that matches counts.
         on_misfit: `error` refuses a model with shapes that the format cannot carry, `skip` leaves
             those modules unquantized and reports what that costs.
