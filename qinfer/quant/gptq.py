@@ -49,9 +49,19 @@ class Factor:
         Raises:
             ValueError: there is no factor.
         """
+        return self.columns(0, 0 if self.U is None else len(self.U))
+
+    def columns(self, start: int, end: int) -> torch.Tensor:
+        """Return the columns of `natural` from one to another, `[in, end - start]`.
+
+        Raises:
+            ValueError: there is no factor.
+        """
         if self.U is None:
             raise ValueError(f"no factor: {self.reason}")
-        return self.U if self.order is None else self.U[:, torch.argsort(self.order)]
+        if self.order is None:
+            return self.U[:, start:end]
+        return self.U[:, torch.argsort(self.order)[start:end]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,7 +120,7 @@ def factorize(
     """Factor the inverse of a Hessian, raising the damping in bounded steps until it works.
 
     Args:
-        H: `[in, in]`, `2/n Σ x xᵀ`.
+        H: float32 `[in, in]`, symmetric, `2/n Σ x xᵀ`; damped in place meanwhile (see `damped`).
         damp_percent: share of the mean diagonal that is added to the diagonal at first.
         act_order: quantize the columns in the order of descending diagonal.
     """
@@ -121,7 +131,8 @@ def factorize(
         order = torch.argsort(diagonal, descending=True, stable=True) if act_order else None
         steps = [damp_percent, *(step for step in _DAMPING_STEPS if step > damp_percent)]
         for attempt, step in enumerate(steps, start=1):
-            U = inverse_factor(damp(H, step), order)
+            with damped(H, step):
+                U = inverse_factor(H, order)
             if U is not None:
                 return Factor(U, order, step, attempt)
     tried = ", ".join(f"{step:g}" for step in steps)
@@ -129,18 +140,27 @@ def factorize(
     return Factor(None, order, steps[-1], len(steps), reason)
 
 
-def damp(H: torch.Tensor, damp_percent: float) -> torch.Tensor:
-    """Return the symmetric part of a Hessian with a share of its mean diagonal added, float32.
+@contextmanager
+def damped(H: torch.Tensor, damp_percent: float) -> Iterator[None]:
+    """Add a share of the mean diagonal to the diagonal, and give it back its values at the end.
 
-    A column that no token used has no error to hand on: its diagonal is 1 more, so that it is
-    rounded on its own.
+    In place, because a second matrix costs as much memory as all else that a wide layer's solving
+    keeps. A column that no token used has no error to hand on: its diagonal is 1 more, so that it
+    is rounded on its own.
+
+    Args:
+        H: float32 `[in, in]`; some of its diagonal is not 0.
+        damp_percent: the share.
     """
-    damped = (H.float() + H.T).mul_(0.5)
-    diagonal = damped.diagonal()
-    alive = diagonal != 0
-    share = damp_percent * float(diagonal[alive].double().mean())
+    diagonal = H.diagonal()
+    before = diagonal.clone()
+    alive = before != 0
+    share = damp_percent * float(before[alive].double().mean())
     diagonal.add_(torch.where(alive, share, share + 1.0))
-    return damped
+    try:
+        yield
+    finally:
+        diagonal.copy_(before)
 
 
 def solve(
@@ -187,14 +207,20 @@ def solve_factored(
         else:
             solved = solve_columns(dense, factor, scheme, block_size=block_size, name=name)
             weight = solved.weight(scheme)
-        error = relative_error(dense, weight.dequantize(), H)
+        error = relative_error(dense, dense - weight.dequantize(), H)
     used = None if factor.U is None else factor.damp_percent
     return GPTQResult(weight, error, used, factor.attempts, factor.reason)
 
 
-def relative_error(W: torch.Tensor, quantized: torch.Tensor, H: torch.Tensor) -> float:
-    """Return `‖(W - Ŵ) X‖² / ‖W X‖²` from the Hessian of X; 0 where the outputs are all zero."""
-    total, lost = _energy(W, H), _energy(W - quantized, H)
+def relative_error(W: torch.Tensor, change: torch.Tensor, H: torch.Tensor) -> float:
+    """Return `‖C X‖² / ‖W X‖²` from the Hessian of X; 0 where the outputs are all zero.
+
+    Args:
+        W: float32 `[out, in]`.
+        change: `[out, in]`, C: what quantizing takes from the weight.
+        H: float32 `[in, in]`.
+    """
+    total, lost = _energy(W, H), _energy(change, H)
     return max(lost, 0.0) / total if total > 0 else 0.0
 
 
@@ -224,21 +250,41 @@ def inverse_factor(H: torch.Tensor, order: torch.Tensor | None = None) -> torch.
     """Return the upper triangular U with `H⁻¹ = Uᵀ U`, or None if H is not positive definite.
 
     With the columns reversed, `H = L Lᵀ` becomes `H = R Rᵀ` with R upper triangular, so
-    `U = R⁻¹` takes one Cholesky and one triangular inverse, and H is never inverted. In float64,
-    in the memory of one matrix and the copy that Cholesky makes.
+    `U = R⁻¹` takes one Cholesky and one triangular inverse, and H is never inverted. All of it
+    happens in one float64 matrix: beside H, 12 bytes per entry at the most.
 
     Args:
         H: float32 `[in, in]`, symmetric.
         order: of the columns of U; None = as they stand.
     """
     index = torch.arange(len(H)) if order is None else order
-    index = index.flip(0)
-    lower, info = torch.linalg.cholesky_ex(H[index[:, None], index].double())
+    lower = _gather(H, index.flip(0))
+    info = torch.empty((), dtype=torch.int32)
+    torch.linalg.cholesky_ex(lower, out=(lower, info))
     if int(info) != 0:
         return None
     _invert_lower(lower)
-    U = lower.float().flip(0, 1)
-    return U if bool(torch.isfinite(U).all()) else None
+    return _reversed(lower)
+
+
+def _gather(H: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return a symmetric matrix in another order, float64, by columns as LAPACK wants it."""
+    rows = torch.empty(len(H), len(H), dtype=torch.float64)
+    for start in range(0, len(H), _PANEL):
+        rows[start : start + _PANEL] = H[index[start : start + _PANEL, None], index]
+    return rows.T
+
+
+def _reversed(lower: torch.Tensor) -> torch.Tensor | None:
+    """Return a matrix with rows and columns reversed, float32; None if that is not finite."""
+    size = len(lower)
+    upper = torch.empty_like(lower, dtype=torch.float32)  # by columns too
+    for start in range(0, size, _PANEL):
+        end = min(start + _PANEL, size)
+        columns = upper[:, start:end].copy_(lower[:, size - end : size - start].flip(0, 1))
+        if not bool(torch.isfinite(columns).all()):
+            return None
+    return upper
 
 
 def _invert_lower(L: torch.Tensor) -> None:

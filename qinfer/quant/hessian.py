@@ -18,6 +18,9 @@ class InputStatistics:
     and as long as a panel gets its samples in order, from torch on one thread, the bits do not
     depend on which.
 
+    Wide layers make these the largest tensors of a run, so `matrix` and `cross` hand them out
+    instead of copying: each can be called once, when all samples are added.
+
     Args:
         in_features: length of an input vector.
         name: of the layers that read the input, for messages.
@@ -25,23 +28,21 @@ class InputStatistics:
             is summed too (GPTAQ).
     """
 
-    __slots__ = ("_cross", "_sum", "name", "num_tokens")
+    __slots__ = ("_cross", "_in_features", "_sum", "name", "num_tokens", "paired")
 
     def __init__(self, in_features: int, *, name: str, paired: bool = False) -> None:
-        self._sum = torch.zeros(in_features, in_features)  # [in, in], upper triangle
+        self._in_features = in_features
+        # [in, in], upper triangle; None = handed out
+        self._sum: torch.Tensor | None = torch.zeros(in_features, in_features)
         self._cross = torch.zeros(in_features, in_features) if paired else None
         self.name = name
         self.num_tokens = 0
-
-    @property
-    def paired(self) -> bool:
-        """Whether inputs of the unquantized model are needed."""
-        return self._cross is not None
+        self.paired = paired
 
     @property
     def num_panels(self) -> int:
         """Parts that can be updated independently; the first ones are the longest."""
-        return -(-self._sum.shape[0] // _PANEL)
+        return -(-self._in_features // _PANEL)
 
     def add(
         self,
@@ -76,6 +77,9 @@ class InputStatistics:
         """
         if (fulls is not None) != self.paired:
             raise ValueError(f"{self.name}: paired is {self.paired}")
+        sums, crosses = self._sum, self._cross
+        if sums is None or (crosses is None and self.paired):
+            raise ValueError(f"{self.name}: samples are added before the sums are taken")
         run = map if executor is None else executor.map
 
         def check(index: int) -> torch.Tensor | None:
@@ -91,21 +95,16 @@ class InputStatistics:
 
         def update(panel: int) -> None:
             for x, difference in zip(xs, differences, strict=True):
-                self._update(panel, x.float(), difference)
+                _update(sums, crosses, panel, x.float(), difference)
 
         for _ in run(update, range(self.num_panels)):
             pass  # waits, and raises what an update raised
         self.num_tokens += sum(x.shape[0] for x in xs)
 
-    def _update(self, panel: int, X: torch.Tensor, difference: torch.Tensor | None) -> None:
-        columns = slice(panel * _PANEL, (panel + 1) * _PANEL)
-        left = X[:, columns].T
-        self._sum[columns, columns.start :].addmm_(left, X[:, columns.start :])
-        if self._cross is not None and difference is not None:
-            self._cross[columns].addmm_(difference[:, columns].T, X)
-
     def matrix(self) -> torch.Tensor:
-        """Return the Hessian `2/n Σ x xᵀ`, float32 `[in, in]` (arXiv 2210.17323, section 3.1).
+        """Hand out the Hessian `2/n Σ x xᵀ`, float32 `[in, in]` (arXiv 2210.17323, section 3.1).
+
+        Exactly symmetric, in the memory of the sums.
 
         Raises:
             QuantizationError: no token was ever added.
@@ -113,26 +112,49 @@ class InputStatistics:
         """
         if self.num_tokens == 0:
             raise QuantizationError(f"{self.name}: no calibration token reached this layer")
-        upper = self._sum.triu()
-        self._check_sum(upper)
-        return (upper + upper.triu(1).T) * (2.0 / self.num_tokens)
+        matrix, self._sum = self._checked(self._sum), None
+        for start in range(0, self._in_features, _PANEL):
+            rows, end = matrix[start : start + _PANEL], start + _PANEL
+            square = rows[:, start:end].triu()
+            rows[:, start:end] = square + square.triu(1).T
+            rows[:, start:].mul_(2.0 / self.num_tokens)
+            matrix[end:, start:end] = rows[:, end:].T
+        return matrix
 
     def cross(self) -> torch.Tensor | None:
-        """Return `2/n Σ (x_full - x) xᵀ`, float32 `[in, in]`; None if not `paired`.
+        """Hand out `2/n Σ (x_full - x) xᵀ`, float32 `[in, in]`; None if not `paired`.
 
         Raises:
             NonFiniteError: finite inputs are so large that their products are not.
         """
-        if self._cross is None:
+        if not self.paired:
             return None
-        self._check_sum(self._cross)
-        return self._cross * (2.0 / self.num_tokens)
+        cross, self._cross = self._checked(self._cross), None
+        return cross.mul_(2.0 / self.num_tokens)
 
-    def _check_sum(self, products: torch.Tensor) -> None:
-        if not bool(torch.isfinite(products).all()):
+    def _checked(self, sums: torch.Tensor | None) -> torch.Tensor:
+        if sums is None:
+            raise ValueError(f"{self.name}: the sums are taken once")
+        if not all(bool(torch.isfinite(rows).all()) for rows in sums.split(_PANEL)):
             raise NonFiniteError(
                 f"the inputs of {self.name} are too large: their squares exceed float32"
             )
+        return sums
+
+
+def _update(
+    sums: torch.Tensor,
+    crosses: torch.Tensor | None,
+    panel: int,
+    X: torch.Tensor,
+    difference: torch.Tensor | None,
+) -> None:
+    """Add one sample to the columns of one panel."""
+    columns = slice(panel * _PANEL, (panel + 1) * _PANEL)
+    left = X[:, columns].T
+    sums[columns, columns.start :].addmm_(left, X[:, columns.start :])
+    if crosses is not None and difference is not None:
+        crosses[columns].addmm_(difference[:, columns].T, X)
 
 
 def check_finite(values: torch.Tensor, *, name: str, sample: int) -> None:

@@ -62,18 +62,18 @@ def squared(_: int, __: int) -> Loss:
     return lambda errors: errors.square().sum(1)
 
 
-def hessian_loss(U: torch.Tensor) -> Callable[[int, int], Loss]:
+def hessian_loss(columns: Callable[[int, int], torch.Tensor]) -> Callable[[int, int], Loss]:
     """Return the squared error of the outputs, once all other inputs have made up for it.
 
     With `H⁻¹ = Uᵀ U`, the least of `e H e` over the errors outside a group is `g M g`, where g are
     the errors inside and M is the inverse of the group's part of `H⁻¹` (its Schur complement).
 
     Args:
-        U: float32 `[in, in]`, with the columns as they stand.
+        columns: of U, float32 `[in, group]`, for the inputs from one to another.
     """
 
     def loss_of(start: int, end: int) -> Loss:
-        part = U[:, start:end].double()
+        part = columns(start, end).double()
         metric = torch.linalg.inv(part.T @ part).float()
         return lambda errors: (errors @ metric).mul_(errors).sum(1)
 

@@ -4,10 +4,12 @@ Owns the choice of solver steps and what is reported of them. It knows nothing o
 samples or files.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -55,16 +57,14 @@ class _Problem:
     """What the linears that share an input have in common.
 
     Args:
-        H: float32 `[in, in]`, not damped.
+        H: float32 `[in, in]`.
         factor: of the damped one.
-        damped: float32 `[in, in]`, the damped one; None where there is no factor.
         shift: `[in, in]`, what GPTAQ adds to a weight: `W @ shift`; None = nothing.
         options: how to solve.
     """
 
     H: torch.Tensor
     factor: gptq.Factor
-    damped: torch.Tensor | None
     shift: torch.Tensor | None
     options: SolverOptions
 
@@ -80,7 +80,7 @@ def solve_modules(
     """Quantize the linears that share an input; its Hessian is factored once.
 
     Args:
-        stats: of the input, complete.
+        stats: of the input, complete; used up.
         weights: `[out, in]`, any float dtype, by name.
         targets: the linears to solve, by the same names; every one has a scheme.
         options: how.
@@ -94,20 +94,9 @@ def solve_modules(
         NonFiniteError: the statistics or a weight are not finite.
     """
     with gptq.single_thread():
-        problem = _problem(stats, targets, options)
-        solved = _solve_all(problem, weights, targets, executor)
-    factor = problem.factor
-    for name, target in targets.items():
-        quantized, error = solved[name]
-        row = replace(
-            plain_row(target),
-            error=error,
-            damp_percent=None if factor.U is None else factor.damp_percent,
-            attempts=factor.attempts,
-            num_tokens=stats.num_tokens,
-            fallback=factor.reason,
-        )
-        yield name, Solved(quantized, row)
+        solved = _solve_all(_problem(stats, targets, options), weights, targets, executor)
+    for name, result in solved.items():
+        yield name, replace(result, row=replace(result.row, num_tokens=stats.num_tokens))
 
 
 def _problem(
@@ -119,11 +108,10 @@ def _problem(
     act_order = any(_scheme(target).act_order for target in targets.values())
     factor = gptq.factorize(matrix, damp_percent=options.damp_percent, act_order=act_order)
     if factor.U is None:
-        return _Problem(matrix, factor, None, None, options)
-    damped = gptq.damp(matrix, factor.damp_percent)
+        return _Problem(matrix, factor, None, options)
     cross = stats.cross() if options.gptaq else None
     shift = None if cross is None else _shift(cross, factor)
-    return _Problem(matrix, factor, damped, shift, options)
+    return _Problem(matrix, factor, shift, options)
 
 
 def _shift(cross: torch.Tensor, factor: gptq.Factor) -> torch.Tensor:
@@ -132,9 +120,13 @@ def _shift(cross: torch.Tensor, factor: gptq.Factor) -> torch.Tensor:
     `‖Ŵ X - W X_full‖² + λ‖Ŵ - W‖²` is least, without rounding, at `Ŵ = W + W (X_full - X) Xᵀ H⁻¹`
     with H damped by λ: the objective of GPTAQ (Li et al., arXiv 2504.02692, equation 5). Rounding
     towards that weight minimizes it as a whole, where GPTAQ corrects column by column.
+
+    Args:
+        cross: `(X_full - X) Xᵀ`, float32 `[in, in]`; D takes its memory.
+        factor: of H.
     """
     U = factor.natural()
-    return (cross @ U.T) @ U
+    return torch.matmul(cross @ U.T, U, out=cross)
 
 
 def _solve_all(
@@ -142,8 +134,8 @@ def _solve_all(
     weights: Mapping[str, torch.Tensor],
     targets: Mapping[str, Target],
     executor: Executor | None,
-) -> dict[str, tuple[QuantizedWeight, float]]:
-    """Return each module's quantized weight and error.
+) -> dict[str, Solved]:
+    """Return each module's quantized weight and its line, as far as it is known here.
 
     Rows do not depend on each other, so modules of one scheme are solved as one, and what is too
     large for the caches in pieces: it is the number of steps that costs time, not their width.
@@ -151,30 +143,83 @@ def _solve_all(
     by_scheme: dict[WeightScheme, list[str]] = {}
     for name, target in targets.items():
         by_scheme.setdefault(_scheme(target), []).append(name)
+    parts: dict[str, QuantizedWeight] = {}
+    factor = problem.factor
+    damping = nullcontext() if factor.U is None else gptq.damped(problem.H, factor.damp_percent)
+    with damping:
+        for scheme, names in by_scheme.items():
+            rows = _Rows({targets[name].name: weights[name] for name in names}, scheme)
+            run = map if executor is None else executor.map
+            quantized = concat_out(list(run(partial(_solve_rows, problem, rows), rows.pieces())))
+            for name, (start, end) in zip(names, rows.spans(), strict=True):
+                parts[name] = quantized.rows(start, end)
     solved = {}
-    for scheme, names in by_scheme.items():
-        dense = [weights[name].float() for name in names]
-        for name, W in zip(names, dense, strict=True):
-            rtn.fit_groups(W, scheme, name=targets[name].name)  # refuses what has no grid
-        label = "/".join(targets[name].name for name in names)
-        pieces = torch.cat(dense).split(_piece_rows(dense))
-        run = map if executor is None else executor.map
-        solve = partial(_solve_rows, problem, scheme=scheme, name=label)
-        quantized = concat_out(list(run(solve, pieces)))
-        start = 0
-        for name, W in zip(names, dense, strict=True):
-            part = quantized.rows(start, start + len(W))
-            wanted = _wanted(problem, W)
-            solved[name] = part, gptq.relative_error(wanted, part.dequantize(), problem.H)
-            start += len(W)
+    for name, target in targets.items():
+        row = replace(
+            plain_row(target),
+            error=_error(problem, weights[name].float(), parts[name]),
+            damp_percent=None if factor.U is None else factor.damp_percent,
+            attempts=factor.attempts,
+            fallback=factor.reason,
+        )
+        solved[name] = Solved(parts[name], row)
     return solved
 
 
-def _piece_rows(weights: Sequence[torch.Tensor]) -> int:
-    """Return the rows solved at a time, whatever the threads: what is worth it in two halves."""
-    rows, columns = sum(len(W) for W in weights), weights[0].shape[1]
-    halves = 2 if rows * columns >= _WORTH_ELEMENTS else 1
-    return max(1, min(-(-rows // halves), _PIECE_ELEMENTS // columns))
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """The rows of weights that are solved as one, made float32 as they are asked for.
+
+    Args:
+        weights: `[out, in]`, any float dtype, by full name.
+        scheme: of all of them.
+    """
+
+    weights: Mapping[str, torch.Tensor]
+    scheme: WeightScheme
+
+    @property
+    def label(self) -> str:
+        """Return all names."""
+        return "/".join(self.weights)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Return where each weight begins and ends."""
+        ends = list(accumulate(len(W) for W in self.weights.values()))
+        return list(pairwise([0, *ends]))
+
+    def pieces(self) -> list[tuple[int, int]]:
+        """Return the rows solved at a time, whatever the threads: what is worth it in halves."""
+        rows, columns = self.spans()[-1][1], next(iter(self.weights.values())).shape[1]
+        halves = 2 if rows * columns >= _WORTH_ELEMENTS else 1
+        step = max(1, min(-(-rows // halves), _PIECE_ELEMENTS // columns))
+        return [(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+    def read(self, first: int, last: int) -> torch.Tensor:
+        """Return some rows, `[last - first, in]`.
+
+        Raises:
+            NonFiniteError: a value is NaN or infinite; names the weight.
+            QuantizationError: a scale exceeds float16; names the weight.
+        """
+        parts = []
+        for (name, W), (start, end) in zip(self.weights.items(), self.spans(), strict=True):
+            part = W[max(first - start, 0) : max(min(last, end) - start, 0)].float()
+            if len(part):
+                rtn.fit_groups(part, self.scheme, name=name)  # refuses what has no grid
+                parts.append(part)
+        return torch.cat(parts)
+
+
+def _error(problem: _Problem, W: torch.Tensor, quantized: QuantizedWeight) -> float:
+    """Return the relative error of the outputs."""
+    wanted = _wanted(problem, W)
+    change = torch.empty_like(wanted)
+    step = max(1, _PIECE_ELEMENTS // W.shape[1])
+    for start in range(0, len(W), step):
+        end = min(start + step, len(W))
+        torch.sub(wanted[start:end], quantized.rows(start, end).dequantize(), out=change[start:end])
+    return gptq.relative_error(wanted, change, problem.H)
 
 
 def _wanted(problem: _Problem, W: torch.Tensor) -> torch.Tensor:
@@ -182,12 +227,17 @@ def _wanted(problem: _Problem, W: torch.Tensor) -> torch.Tensor:
     return W if problem.shift is None else torch.addmm(W, W, problem.shift)
 
 
-def _solve_rows(
-    problem: _Problem, W: torch.Tensor, scheme: WeightScheme, name: str
-) -> QuantizedWeight:
-    """Search scales, round by GPTQ, descend; plain rounding where there is no factor."""
-    factor, options = problem.factor, problem.options
-    if problem.damped is None:
+def _solve_rows(problem: _Problem, rows: _Rows, piece: tuple[int, int]) -> QuantizedWeight:
+    """Search scales, round by GPTQ, descend; plain rounding where there is no factor.
+
+    Args:
+        problem: with H damped.
+        rows: all rows.
+        piece: the first and the one behind the last that are solved.
+    """
+    factor, options, scheme, name = problem.factor, problem.options, rows.scheme, rows.label
+    W = rows.read(*piece)
+    if factor.U is None:
         return rtn.quantize(W, scheme, name=name)
     wanted = _wanted(problem, W)
     fine = scheme.bits >= _FINE_BITS
@@ -195,7 +245,7 @@ def _solve_rows(
     columns = gptq.solve_columns(wanted, factor, scheme, grid=grid, name=name)
     if options.passes and not fine:
         target = wanted.T.contiguous()
-        columns = refine.descend(columns, target, problem.damped, scheme, passes=options.passes)
+        columns = refine.descend(columns, target, problem.H, scheme, passes=options.passes)
     return columns.weight(scheme)
 
 
@@ -205,7 +255,7 @@ def _search(
     """Return the grids found before GPTQ; None = fitted to the range on the way."""
     if search == "absmax":
         return None
-    loss_of = scales.squared if search == "mse" else scales.hessian_loss(factor.natural())
+    loss_of = scales.squared if search == "mse" else scales.hessian_loss(factor.columns)
     return scales.search_groups(W, scheme, loss_of, name=name)
 
 

@@ -20,6 +20,10 @@ def problem(
     return W, X, 2 / tokens * X.T @ X
 
 
+def damped(H: torch.Tensor, share: float) -> torch.Tensor:
+    return H.double() + share * H.diagonal().double().mean() * torch.eye(len(H))
+
+
 def textbook(
     W: torch.Tensor, H: torch.Tensor, scheme: WeightScheme, damp_percent: float
 ) -> torch.Tensor:
@@ -152,7 +156,7 @@ def test_act_order_needs_no_group_index_g13() -> None:
     assert result.weight.group_index is None
     assert torch.equal(result.weight.scales.float(), static.scale)
     assert result.error < gptq.solve(W, H, WeightScheme(4, 32)).error * 1.1
-    assert result.error < 0.6 * gptq.relative_error(W, rtn.quantize(W, scheme).dequantize(), H)
+    assert result.error < 0.6 * gptq.relative_error(W, W - rtn.quantize(W, scheme).dequantize(), H)
 
 
 def test_equal_bytes_whatever_the_threads() -> None:
@@ -203,7 +207,7 @@ def test_squared_errors_add_up_to_the_loss(symmetric: bool) -> None:
         columns.clone(), factor.U, scale, None if symmetric else zero, 3
     )
     lost = (columns - levels * scale).double()
-    loss = (lost * (gptq.damp(H, 0.01).double() @ lost)).sum(0)
+    loss = (lost * (damped(H, 0.01) @ lost)).sum(0)
     assert torch.allclose(errors.double().square().sum(0), loss, rtol=1e-4)
 
 
@@ -228,4 +232,39 @@ def test_a_given_grid_is_kept(act_order: bool) -> None:
 def test_natural_order_of_the_factor(act_order: bool) -> None:
     _, _, H = problem(48, 1)
     U = gptq.factorize(H, act_order=act_order).natural().double()
-    assert torch.allclose(U.T @ U @ gptq.damp(H, 0.01).double(), torch.eye(48).double(), atol=1e-4)
+    assert torch.allclose(U.T @ U @ damped(H, 0.01), torch.eye(48).double(), atol=1e-4)
+
+
+def test_damping_is_taken_back_whatever_happens() -> None:
+    _, _, H = problem(48, 1)
+    H[5], H[:, 5] = 0.0, 0.0  # an input that no token used
+    before = H.clone()
+    mean = before.diagonal().sum() / 47
+    expected = before + 0.1 * mean * torch.eye(48)
+    expected[5, 5] += 1.0
+
+    def fail() -> None:
+        with gptq.damped(H, 0.1):
+            assert torch.allclose(H, expected, rtol=1e-6)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert torch.equal(H, before)
+    gptq.factorize(H)
+    assert torch.equal(H, before)
+
+
+@pytest.mark.parametrize("size", [1, 127, 129, 300])
+@pytest.mark.parametrize("reorder", [True, False])
+def test_the_factor_is_the_inverse_of_any_size(size: int, reorder: bool) -> None:
+    generator = torch.Generator().manual_seed(size)
+    X = torch.randn(2 * size + 5, size, generator=generator)
+    H = (X.T @ X / len(X)).double()
+    H = ((H + H.T) / 2).float()
+    order = torch.randperm(size, generator=generator) if reorder else torch.arange(size)
+    U = gptq.inverse_factor(H, order if reorder else None)
+    assert U is not None
+    assert torch.equal(U, U.triu())
+    expected = torch.linalg.inv(H.double())[order][:, order]
+    assert torch.allclose(U.double().T @ U.double(), expected, rtol=1e-4, atol=1e-4)

@@ -67,8 +67,38 @@ def test_pairs_sum_what_quantization_changed(in_features: int) -> None:
     assert cross is not None
     expected = 2 / 64 * (full - x).double().T @ x.double()
     assert torch.allclose(cross.double(), expected, atol=1e-6)
+
+
+def test_a_full_stream_where_none_is_expected_is_refused() -> None:
+    x = samples()[0]
     with pytest.raises(ValueError, match="paired"):
-        stats.add(x, sample=2)
+        InputStatistics(48, name="layer", paired=True).add(x, sample=2)
+    with pytest.raises(ValueError, match="paired"):
+        InputStatistics(48, name="layer").add(x, full=x, sample=2)
+
+
+@pytest.mark.parametrize("in_features", [1, 127, 128, 129, 300])
+def test_the_matrix_is_symmetric_to_the_bit(in_features: int) -> None:
+    x = torch.randn(60, in_features, generator=torch.Generator().manual_seed(0))
+    stats = InputStatistics(in_features, name="layer")
+    stats.add(x, sample=0)
+    matrix = stats.matrix()
+    assert torch.equal(matrix, matrix.T)
+    assert torch.allclose(matrix.double(), 2 / 60 * x.double().T @ x.double(), atol=1e-5)
+
+
+def test_sums_are_handed_out_once() -> None:
+    x = samples()[0]
+    stats = InputStatistics(48, name="layer", paired=True)
+    stats.add(x, full=x + 1, sample=0)
+    stats.matrix()
+    with pytest.raises(ValueError, match="layer: the sums are taken once"):
+        stats.matrix()
+    with pytest.raises(ValueError, match="layer: samples are added before"):
+        stats.add(x, full=x, sample=1)
+    stats.cross()
+    with pytest.raises(ValueError, match="layer: the sums are taken once"):
+        stats.cross()
 
 
 def test_equal_bits_from_any_number_of_threads() -> None:

@@ -1,5 +1,6 @@
 """From statistics to the quantized weights of a group of linears."""
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -36,7 +37,7 @@ def solve_one(
     W: torch.Tensor, stats: InputStatistics, scheme: WeightScheme, options: SolverOptions
 ) -> Solved:
     target = Target("layer.a", W.shape[1], W.shape[0], scheme)
-    return dict(solve_modules(stats, {"a": W}, {"a": target}, options))["a"]
+    return dict(solve_modules(deepcopy(stats), {"a": W}, {"a": target}, options))["a"]
 
 
 @pytest.mark.parametrize("options", [PLAIN, BEST])
@@ -83,7 +84,7 @@ def test_passes_lower_the_error(group: int | None, bits: int, symmetric: bool) -
 def test_without_search_and_passes_it_is_plain_gptq(bits: int, options: SolverOptions) -> None:
     W, stats = weight(16), gathered(inputs())
     scheme = WeightScheme(bits, 32, act_order=True)
-    plain = gptq.solve(W, stats.matrix(), scheme)
+    plain = gptq.solve(W, deepcopy(stats).matrix(), scheme)
     result = solve_one(W, stats, scheme, options)
     assert torch.equal(result.weight.codes, plain.weight.codes)
     assert torch.equal(result.weight.scales, plain.weight.scales)
@@ -96,7 +97,7 @@ def test_modules_and_pieces_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
     targets = {name: Target(name, 96, len(W), scheme) for name, W in weights.items()}
     stats = gathered(inputs())
     monkeypatch.setattr(solver, "_PIECE_ELEMENTS", 96 * 10)  # 10 rows at a time
-    for name, result in solve_modules(stats, weights, targets, BEST):
+    for name, result in solve_modules(deepcopy(stats), weights, targets, BEST):
         alone = solve_one(weights[name], stats, scheme, BEST)
         # The number of rows may decide a tie, so not every code has to be the same.
         rows = (result.weight.dequantize() - alone.weight.dequantize()).abs().amax(1)
