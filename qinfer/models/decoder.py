@@ -1,7 +1,7 @@
 """The one decoder: a pre-norm transformer with grouped-query attention and a gated MLP or experts.
 
-A family differs by the facts in `ModelConfig`. The block exposes its stages, so that calibration
-can stand between them and see the input of every linear once.
+A family differs by the facts in `ModelConfig`. Calibration has stages of its own for the same
+mathematics (`quant.dense`, `quant.experts`).
 """
 
 from collections.abc import Mapping
@@ -112,30 +112,9 @@ class DecoderBlock:
         """Return what gate and up, or the experts' router, read: `[tokens, hidden]`."""
         return self._mlp_norm(hidden)
 
-    def mlp_activation(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what down of a dense layer reads: `[tokens, intermediate]`."""
-        return self._dense_mlp().activation(x)
-
-    def mlp_output(self, hidden: torch.Tensor, activation: torch.Tensor) -> torch.Tensor:
-        """Project back in a dense layer and add the residual."""
-        return hidden + self._dense_mlp().output(activation)
-
-    def replace(self, name: str, weight: Weight) -> None:
-        """Put another weight in the place of the linear `name`; the block must be unfused."""
-        for group in self._groups:
-            if name in group.names:
-                group.replace(name, weight)
-                return
-        raise KeyError(name)
-
     @property
     def _groups(self) -> tuple[LinearGroup, ...]:
         return (self._qkv, self._output, *self.mlp.groups)
-
-    def _dense_mlp(self) -> GatedMLP:
-        if isinstance(self.mlp, MoE):
-            raise TypeError("this layer has experts; their stages are those of `mlp`, a MoE")
-        return self.mlp
 
     @property
     def resident_bytes(self) -> int:

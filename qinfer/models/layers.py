@@ -80,7 +80,7 @@ class LinearGroup:
         biases: by name; names without a bias are absent.
         dtype: of activations.
         device: where they run.
-        fuse: join equal schemes along the output; else keep each apart, as calibration needs.
+        fuse: join equal schemes along the output; else keep each apart, without a copy.
     """
 
     def __init__(
@@ -94,8 +94,6 @@ class LinearGroup:
     ) -> None:
         self.names = tuple(weights)
         self.sizes = [out_features(weight) for weight in weights.values()]
-        self._dtype = dtype
-        self._device = device
         fused = fuse_weights(list(weights.values())) if fuse and len(weights) > 1 else None
         if fused is None:
             self._parts = [
@@ -125,14 +123,6 @@ class LinearGroup:
                 for name, part in zip(self.names, self._parts, strict=True)
             ]
         return [self._parts[0].row(f"{prefix}.{'+'.join(self.names)}")]
-
-    def replace(self, name: str, weight: Weight) -> None:
-        """Put another weight in the place of `name`; only for groups that were not fused."""
-        index = self.names.index(name)
-        if len(self._parts) != len(self.names):
-            raise ValueError(f"{name} is fused with {self.names}; build the block unfused")
-        old = self._parts[index]
-        self._parts[index] = Linear(weight, old.bias, dtype=self._dtype, device=self._device)
 
 
 class GatedMLP:

@@ -85,7 +85,7 @@ def build_block(
     device: str,
     fuse: bool = True,
 ) -> DecoderBlock:
-    """Build one decoder block from `block_weights`; unfused, single linears can be replaced."""
+    """Build one decoder block from `block_weights`; unfused, no weight is copied."""
     return DecoderBlock(config, layer, weights, dtype=dtype, device=device, fuse=fuse)
 
 

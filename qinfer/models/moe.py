@@ -67,31 +67,14 @@ class MoE:
         routing = self.route(x)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in routing.used():
-            inner = self.activation(expert, x[routing.tokens(expert)])
-            self.add_output(out, routing, expert, inner)
+            rows = routing.tokens(expert)
+            y = self.experts[expert](x[rows]).float() * routing.weights_of(expert).unsqueeze(-1)
+            out.index_add_(0, rows, y)
         return out
 
     def route(self, x: torch.Tensor) -> Routing:
         """Choose the experts of every row of `x` `[tokens, hidden]`."""
         return route(self._router(x.float()), self.config)
-
-    def activation(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        """Return what down of `expert` reads for its rows `x` `[n, hidden]`: `[n, inner]`."""
-        return self.experts[expert].activation(x)
-
-    def add_output(
-        self, out: torch.Tensor, routing: Routing, expert: int, inner: torch.Tensor
-    ) -> None:
-        """Add one expert's weighted outputs to `out`; call it in ascending order of experts.
-
-        Args:
-            out: float32 `[tokens, hidden]`, zeros before the first expert.
-            routing: of these tokens.
-            expert: which one.
-            inner: what `activation` gave for its rows, `[n, inner]`.
-        """
-        y = self.experts[expert].output(inner).float()
-        out.index_add_(0, routing.tokens(expert), y * routing.weights_of(expert).unsqueeze(-1))
 
     @property
     def groups(self) -> tuple[LinearGroup, ...]:

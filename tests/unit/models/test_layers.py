@@ -58,22 +58,6 @@ def test_g19_any_mix_runs_and_fuses_only_what_is_equal(
         assert torch.allclose(y, expected, atol=1e-4)
 
 
-def test_replacing_one_of_a_group_needs_it_unfused() -> None:
-    weights, _ = MIXES["dense"]
-    named = dict(zip(NAMES, weights, strict=True))
-    apart = LinearGroup(named, {}, dtype=torch.float32, device="cpu", fuse=False)
-    new = quantized(16, 5)
-    apart.replace("k", new)
-    x = dense(3, 9)
-    assert torch.allclose(apart(x)[1], x @ new.dequantize().t(), atol=1e-4)
-    first = weights[0]
-    assert isinstance(first, torch.Tensor)
-    assert torch.allclose(apart(x)[0], x @ first.t(), atol=1e-4)
-    fused = LinearGroup(named, {}, dtype=torch.float32, device="cpu")
-    with pytest.raises(ValueError, match="fused"):
-        fused.replace("k", new)
-
-
 def test_a_row_tells_form_kernel_and_refusals() -> None:
     row = Linear(quantized(16, 0, 3), None, dtype=torch.float32, device="cpu").row("mlp.up_proj")
     if native.load() is not None:

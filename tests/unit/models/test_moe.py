@@ -231,12 +231,6 @@ def test_every_expert_is_in_the_bytes_and_in_the_table_of_kernels(tmp_path: Path
     assert "model.layers.0.mlp.gate" not in rows
 
 
-def test_dense_stages_of_a_layer_with_experts_are_refused(tmp_path: Path) -> None:
-    decoder = load_decoder(open_checkpoint(write_tiny(tmp_path / "model", "mixtral")))
-    with pytest.raises(TypeError, match="has experts"):
-        decoder.blocks[0].mlp_activation(torch.zeros(1, 64))
-
-
 def test_a_dense_mlp_cut_into_experts_is_the_same_function(smollm2: Path, tmp_path: Path) -> None:
     """Four experts of a quarter of the MLP each, all chosen, with a quarter of the weight each."""
     path = write_as_mixtral(smollm2, tmp_path / "mixtral")
