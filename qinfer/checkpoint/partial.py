@@ -30,6 +30,7 @@ from qinfer.errors import CheckpointError, ConfigError
 
 FINGERPRINT_NAME = "run.json"
 RESULT_NAME = "result"
+_NOTE = "note-"
 _BLOCK = re.compile(r"block-(\d{5})\.safetensors")
 _FACTS = "qinfer_block"
 _MAX_LISTED = 5
@@ -38,7 +39,7 @@ _MAX_LISTED = 5
 class PartialDirectory:
     """The folder `OUT.partial`, locked; use it in a `with` block.
 
-    When the block ends by an error, the folder stays if there is a finished block in it.
+    When the block ends by an error, the folder stays if a finished block or a note is in it.
 
     Args:
         out: the checkpoint that it will become; it must not exist yet.
@@ -90,7 +91,8 @@ class PartialDirectory:
         """Unlock; remove the folder if nothing in it is worth keeping."""
         try:
             if self.path.exists():
-                if self._owned and not self.finished_blocks():
+                notes = self.path.glob(f"{_NOTE}*")
+                if self._owned and not self.finished_blocks() and not any(notes):
                     self._clear()
                 if not any(self.path.iterdir()):
                     self.path.rmdir()
@@ -165,17 +167,15 @@ class PartialDirectory:
         Raises:
             CheckpointError: it cannot be written.
         """
-        write_durably(self.path / f"{name}.json", json.dumps(data).encode())
+        write_durably(self._note(name), json.dumps(data).encode())
 
     def read_note(self, name: str) -> Any:
         """Return a value that `write_note` wrote; None if there is none."""
-        file = self.path / f"{name}.json"
+        file = self._note(name)
         return _read_json(file) if file.exists() else None
 
-    def discard(self, file: Path) -> None:
-        """Remove a file that is no longer needed."""
-        with writing(file):
-            file.unlink(missing_ok=True)
+    def _note(self, name: str) -> Path:
+        return self.path / f"{_NOTE}{name}.json"
 
     def begin_result(self) -> Path:
         """Return the empty folder to put the finished checkpoint into.

@@ -5,17 +5,14 @@ form, so that they stay fused here and in other engines.
 """
 
 import itertools
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from qinfer.checkpoint.durable import write_durably
-from qinfer.checkpoint.files import read_json
+from qinfer.checkpoint.partial import PartialDirectory
 from qinfer.errors import ConfigError
 from qinfer.quant.allocate import Allocation, Choice, allocate
 from qinfer.quant.calibration import CalibrationSet
@@ -27,7 +24,7 @@ from qinfer.quant.targets import ALLOCATED, Plan, Target
 from qinfer.quant.workers import Workers
 from qinfer.schemes import WeightScheme
 
-ALLOCATION_NAME = "allocation.json"
+_NOTE = "allocation"
 NUM_WINDOWS = 8  # of the calibration text; gradients cost three times what activations do
 FORMS = (
     (2, 32), (2, 64), (3, 32), (3, 64), (3, 128), (4, 32), (4, 64), (4, 128), (8, 64), (8, None),
@@ -69,7 +66,7 @@ def allocated(
     workers: Workers,
     on_progress: OnProgress,
     *,
-    kept: Path | None = None,
+    partial: PartialDirectory | None = None,
 ) -> tuple[Job, dict[str, Any]]:
     """Choose bits and group sizes so that the model fits the size asked for and drifts least.
 
@@ -78,7 +75,7 @@ def allocated(
         calibration: its first `NUM_WINDOWS` windows are used.
         workers: the threads.
         on_progress: called for every window and block, forwards and backwards.
-        kept: where the record is kept, so that it is measured once; None = it is not.
+        partial: where the record is kept, so that it is measured once; None = it is not.
 
     Returns:
         The job with the plan that was chosen, and the record of the choice for the report.
@@ -89,16 +86,15 @@ def allocated(
         CheckpointError: the record cannot be read or written.
     """
     units = make_units(job)
-    if kept is not None and kept.exists():
-        record = read_json(kept)
-    else:
+    record: dict[str, Any] | None = None if partial is None else partial.read_note(_NOTE)
+    if record is None:
         _check_budget(job, units)
         windows = calibration.windows[:NUM_WINDOWS]
         options = _measure(job, units, windows, workers, on_progress)
         result = allocate(options, _budget(job, units))
         record = _record(job, units, options, result, windows)
-        if kept is not None:
-            write_durably(kept, json.dumps(record).encode())
+        if partial is not None:
+            partial.write_note(_NOTE, record)
     chosen = {unit.name: unit.scheme(record["units"][unit.name]["chosen"]) for unit in units}
     plan = _plan(job.plan, units, chosen)
     if all(target.scheme is None for target in plan.targets):

@@ -26,7 +26,7 @@ from qinfer.checkpoint.writer import copy_companions, write_json
 from qinfer.errors import ConfigError, QuantizationError
 from qinfer.models.tokenizer import load_tokenizer
 from qinfer.quant import output
-from qinfer.quant.allocation import ALLOCATION_NAME, allocated
+from qinfer.quant.allocation import allocated
 from qinfer.quant.block_run import CalibratedRun, first_unfinished, round_blocks
 from qinfer.quant.budget import Budget
 from qinfer.quant.calibration import CalibrationSet, load_calibration
@@ -153,8 +153,7 @@ def _run(
     budget.check_disk(partial.path)
     allocation: dict[str, Any] = {}
     if job.config.allocated and calibration is not None:
-        kept = partial.path / ALLOCATION_NAME
-        job, allocation = allocated(job, calibration, workers, on_progress, kept=kept)
+        job, allocation = allocated(job, calibration, workers, on_progress, partial=partial)
     first = first_unfinished(job, partial)
     if first:
         _log.warning("%s", _continuing(first, job.num_run))

@@ -29,7 +29,7 @@ from qinfer.quant.stages import BlockStages, Stream
 from qinfer.quant.workers import Workers
 from qinfer.schemes import WeightScheme
 
-_LOGITS = 1 << 24  # at a time
+_LOGITS = 1 << 22  # at a time
 _HEAD_ROWS = 1 << 13  # of the head that are float32 at a time
 
 OnStep = Callable[[], None]

@@ -184,12 +184,13 @@ def test_experts_that_no_token_reached_have_no_say(tmp_path: Path) -> None:
     assert 0 < report.allocation["least_possible_kld"] <= report.allocation["expected_kld"]
 
 
-def test_an_interrupted_run_keeps_its_choice(tiny_llama: Path, tmp_path: Path) -> None:
-    """The second run would choose from the record, even if it were another's."""
+@pytest.mark.parametrize("after", [1, 8])
+def test_an_interrupted_run_keeps_its_choice(tiny_llama: Path, tmp_path: Path, after: int) -> None:
+    """Interrupted in the first block, or in the second."""
     options: dict[str, Any] = {"num_samples": 4, "seq_len": 48, "target_bits": 4.0}
 
     def stop(step: QuantProgress) -> None:
-        if step.stage == "quantize" and step.done == 8:
+        if step.stage == "quantize" and step.done == after:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -198,7 +199,7 @@ def test_an_interrupted_run_keeps_its_choice(tiny_llama: Path, tmp_path: Path) -
     continued = quantize(
         tiny_llama, tmp_path / "out", on_progress=lambda s: stages.append(s.stage), **options
     )
-    assert continued.resumed_at == 1
+    assert continued.resumed_at == (1 if after == 8 else None)
     assert "sensitivity" not in stages
     whole = quantize(tiny_llama, tmp_path / "whole", **options)
     assert whole.to_dict() == continued.to_dict()
