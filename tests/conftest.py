@@ -10,12 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 from support.checkpoints import write_script, write_tiny
 
 from qinfer.checkpoint.hub import DEMO_PACKAGE, demo_model, resolve_model
 from qinfer.kernels import cpu
 
 torch.set_num_threads(1)
+# A busy machine makes no test fail.
+settings.register_profile("house", deadline=None)
+settings.load_profile("house")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
