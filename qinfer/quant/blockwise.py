@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from qinfer.quant.heap import release_free_memory
 from qinfer.quant.hessian import InputStatistics, check_finite
 from qinfer.quant.solver import Solved, SolverOptions, round_to_nearest, solve_modules
 from qinfer.quant.stages import BlockStages, Stage, Stream
@@ -19,6 +20,7 @@ from qinfer.quant.workers import Workers
 
 _GROUP_BYTES = 16 * 2**20  # inputs held at once, per thread; at least one sample each
 _MAX_SAMPLES = 16  # at once, per thread
+_WIDE = 4096  # inputs from which solving takes so much that the freed memory of samples is needed
 
 OnSample = Callable[[], None]
 
@@ -110,6 +112,8 @@ class BlockRunner:
         wanted: Mapping[str, Target],
     ) -> Iterator[tuple[str, Solved]]:
         if stats.num_tokens or stage.unseen is None:
+            if any(target.in_features >= _WIDE for target in wanted.values()):
+                release_free_memory()
             executor = self._workers.executor
             yield from solve_modules(stats, weights, wanted, self._options, executor=executor)
             return

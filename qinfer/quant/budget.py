@@ -7,18 +7,24 @@ from pathlib import Path
 
 from qinfer.errors import CapacityError
 from qinfer.models.config import block_linear_shapes
+from qinfer.quant.blockwise import linear_dtype
 from qinfer.quant.calibration import CalibrationSet
+from qinfer.quant.heap import release_free_memory
 from qinfer.quant.job import Job
 from qinfer.quant.states import HIDDEN, WIDE
 
 _FLOAT_BYTES = 4
 _MIB = 2**20
-_SLACK_BYTES = 64 * _MIB  # what allocators keep, small tensors, the report
+_SLACK_BYTES = 128 * _MIB  # what allocators and libraries keep, small tensors, the report
 _HEADER_BYTES = 32 * _MIB  # on the disk: headers, JSON files, tokenizer
 _DEFAULT_SHARE = 4  # of the free memory, for activations
 _SAMPLE_TENSORS = 6  # of the widest kind that a thread holds at once
-# float32 statistics (sums, matrix, triangle) and the solver's float64 factor with its copies.
-_MATRIX_BYTES = 3 * 4 + 3 * 8
+# Per entry of a Hessian. While samples are summed: float32 sums. While it is factored: the Hessian,
+# a float64 matrix, and the factor that is taken from it. While weights are solved: the first and
+# the last. GPTAQ has one more float32 matrix throughout.
+_SUM_BYTES, _FACTOR_BYTES, _SOLVE_BYTES = 4, 4 + 8 + 4, 4 + 4
+_PIECE_BYTES = 64 * _MIB  # of weights that a thread solves: see `solver`
+_WEIGHT_BYTES = 2 * 4  # of a linear whose error is measured: what was wanted, what it lacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +57,15 @@ class Budget:
         """
         output = 2 * job.planned_bytes() + _HEADER_BYTES
         if calibration is None:
-            _check(memory, resident_bytes() + _largest_block(job) + _SLACK_BYTES)
+            block = _block_elements(job) * (job.element_bytes + _FLOAT_BYTES)
+            _check(memory, resident_bytes() + block + _SLACK_BYTES)
             return Budget(frozenset(), output)
         lengths = [len(window) for window in calibration.windows]
         streams = 2 if job.config.gptaq else 1
         hidden = streams * sum(lengths) * job.model.hidden_size * _FLOAT_BYTES
         blocks = job.blocks(1)
         wide = streams * sum(lengths) * max(block.wide for block in blocks) * _FLOAT_BYTES
+        release_free_memory()
         work = resident_bytes() + _work_bytes(job, max(lengths), threads, streams)
         _check(memory, work)
         room = available_bytes() // _DEFAULT_SHARE if memory is None else memory - work
@@ -99,19 +107,27 @@ def _check(memory: int | None, needed: int) -> None:
 def _work_bytes(job: Job, longest: int, threads: int, streams: int) -> int:
     """Return what a block takes while it is calibrated, without the samples' stored states."""
     widest = max(max(shape) for shape in _shapes(job))
-    inputs = max(shape[0] for shape in _shapes(job))
-    matrices = inputs * inputs * (_MATRIX_BYTES + (streams - 1) * 2 * _FLOAT_BYTES)
     samples = threads * streams * _SAMPLE_TENSORS * longest * widest * _FLOAT_BYTES
-    return streams * _largest_block(job) + matrices + samples + _SLACK_BYTES
+    solving = 0
+    paired = (streams - 1) * _FLOAT_BYTES
+    for inputs, outputs in _shapes(job):
+        entries, weight = inputs * inputs, inputs * outputs
+        rows = max(threads * _PIECE_BYTES, weight * _WEIGHT_BYTES)
+        summed = entries * (_SUM_BYTES + paired) + samples
+        factored = entries * (_FACTOR_BYTES + paired)
+        solved = entries * (_SOLVE_BYTES + paired) + rows
+        solving = max(solving, summed, factored, solved)
+    # Its weights have the file's type or that of the products, and those solved their codes too.
+    block = _block_elements(job) * (max(job.element_bytes, linear_dtype().itemsize) + 1)
+    return streams * block + solving + _SLACK_BYTES
 
 
-def _largest_block(job: Job) -> int:
-    """Return the bytes of the largest block's weights, as in the file and as float32."""
-    layers = range(job.num_run)
-    largest = max(
-        sum(i * o for i, o in block_linear_shapes(job.model, layer).values()) for layer in layers
+def _block_elements(job: Job) -> int:
+    """Return the weights of the largest block."""
+    return max(
+        sum(i * o for i, o in block_linear_shapes(job.model, layer).values())
+        for layer in range(job.num_run)
     )
-    return largest * (job.element_bytes + _FLOAT_BYTES)
 
 
 def _shapes(job: Job) -> list[tuple[int, int]]:

@@ -1,5 +1,7 @@
 """From statistics to the quantized weights of a group of linears."""
 
+import subprocess
+import sys
 from copy import deepcopy
 from dataclasses import replace
 
@@ -192,3 +194,41 @@ def test_what_cannot_be_solved_is_named_g05(options: SolverOptions) -> None:
         W[1, 50] = value
         with pytest.raises(error, match=r"layer\.a"):
             solve_one(W, stats, WeightScheme(4, 32), options)
+
+
+PEAK = """
+import sys
+from pathlib import Path
+
+import torch
+
+from qinfer.quant.hessian import InputStatistics
+from qinfer.quant.solver import SolverOptions, solve_modules
+from qinfer.quant.targets import Target
+from qinfer.schemes import WeightScheme
+
+def status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+def solve(width):
+    stats = InputStatistics(width, name="layer")
+    stats.add(torch.randn(64, width), sample=0)
+    target = Target("layer", width, 32, WeightScheme(4, 64, act_order=True))
+    return dict(solve_modules(stats, {"a": torch.randn(32, width)}, {"a": target}, SolverOptions()))
+
+torch.set_num_threads(1)
+solve(256)
+before, width = status("VmRSS"), 3072
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+solve(width)
+print((status("VmHWM") - before) / width**2)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
+def test_the_peak_is_sixteen_bytes_per_entry_of_the_hessian() -> None:
+    """Its float32 sums, one float64 matrix and the float32 factor; the rest is small tensors."""
+    command = [sys.executable, "-c", PEAK]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert 12 < float(result.stdout) < 16 + 5
