@@ -196,7 +196,13 @@ def open_record(args: argparse.Namespace) -> tuple[tuple[Path, Path], dict[str, 
 def run(args: argparse.Namespace) -> str:
     """Do the rows that are wanted, write the record after each, and return its page."""
     open_record(args)  # refuses another method before anything is made
-    wanted = [row for row in ROWS if any(part in row.name for part in args.only or [""])]
+    names = {row.name for row in ROWS}
+    wanted = [
+        row
+        for row in ROWS
+        if any(row.name == part or (part not in names and part in row.name)
+               for part in args.only or [""])
+    ]  # fmt: skip
     if not wanted:
         raise SystemExit(f"no row is called so; there are: {', '.join(row.name for row in ROWS)}")
     text = ""
@@ -236,7 +242,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=20000, help="of the text that is measured on")
     parser.add_argument("--samples", type=int, default=128, help="calibration windows")
     parser.add_argument("--seq-len", type=int, default=512, help="tokens of each")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="parts of rows' names")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="names of rows, or parts of them")
     parser.add_argument("--again", action="store_true", help="make our checkpoints anew")
     parser.add_argument("--all-again", action="store_true", help="make all checkpoints anew")
     parser.add_argument("--qwen", type=Path, help="GGUF file of Qwen2.5-Coder-0.5B-Instruct")

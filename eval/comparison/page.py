@@ -12,11 +12,11 @@ Record = dict[str, Any]
 METHOD = """\
 Every row is measured by the code of `qinfer eval` against the same unquantized model in float32
 with a float32 cache. All but what a row is about is exact: float32 activations, the head as it is,
-and where weights are compared a float32 cache. All tools calibrate on the same token ids. The peers' checkpoints are read by qinfer's own readers.
-llama.cpp starts from the same bfloat16 weights, has no importance matrix, makes all linears Q4_0
-and leaves the embedding, which is the head too, in bfloat16, so that the linears alone are
-compared. **Bits** are per weight of the linears: codes,
-scales, and zero points where a grid has them.
+and where weights are compared a float32 cache. All tools calibrate on the same token ids. The
+peers' checkpoints are read by qinfer's own readers. llama.cpp starts from the same bfloat16
+weights, has no importance matrix, makes all linears Q4_0 and leaves the embedding, which is the
+head too, in bfloat16, so that the linears alone are compared. **Bits** are per weight of the
+linears: codes, scales, and zero points where a grid has them.
 
 Wall and CPU time and the peak resident memory are those of the tool's whole process, its start
 included, on the threads named. CPU seconds are of all threads; on a machine that others use too
