@@ -105,7 +105,6 @@ class Target:
 
 
 KLD = ("measured", "kld_mean")
-WALL = ("made", "wall_seconds")
 CPU = ("made", "cpu_seconds")
 RSS = ("made", "peak_rss_bytes")
 _PEERS = ("GPTQModel INT4 g64", "llm-compressor INT4 g64")
@@ -118,7 +117,6 @@ TARGETS = (
     Target("INT8 KV", "INT8 KV, conditioned", KLD, 0.0006),
     Target("INT8 KV, heads made worse", "INT8 KV, conditioned", ("made", "heads_worse"), 0),
     Target("INT8 KV, Qwen2.5 (aim)", "INT8 KV, Qwen2.5, conditioned", KLD, 0.0006),
-    Target("time, wall", "qinfer INT4 g64", WALL, 0.5, _PEERS),
     Target("time, CPU", "qinfer INT4 g64", CPU, 0.5, _PEERS),
     Target("peak memory, 1.1 B", "qinfer INT4 g64, 1.1 B, one block", RSS, 1.2e9),
 )

@@ -133,9 +133,10 @@ def test_l04_loading_costs_the_weights_and_one_block(warm_up: Path, dense: Path)
 def test_l04_int4_weights_cost_one_block_of_codes(
     warm_up: Path, dense: Path, tmp_path: Path
 ) -> None:
+    """The codes as they are read, and those that wait for the other thread to repack them."""
     path = tmp_path / "int4"
     quantize(dense, path, algorithm="rtn", weights="int4", group_size=64, kv_cache_dtype="none")
     peak, kept, weights = measure(warm_up, path)
     assert 40e6 < weights < 50e6  # the embedding in bf16 and the head in INT8 are more than half
     assert kept < weights + ROUNDING
-    assert peak < weights + BLOCK_WEIGHTS + ROUNDING
+    assert peak < weights + 2 * BLOCK_WEIGHTS + ROUNDING
