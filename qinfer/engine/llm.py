@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from qinfer.engine import host
+from qinfer import host
 from qinfer.engine.beams import BeamParams
 from qinfer.engine.config import from_options
 from qinfer.engine.core import EngineCore

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from qinfer import host
 from qinfer.checkpoint.hub import resolve_model
 from qinfer.checkpoint.reader import Checkpoint, open_checkpoint
-from qinfer.engine import host
 from qinfer.engine.admission import Limits, eos_ids, sampling_defaults
 from qinfer.engine.blocks import BlockManager
 from qinfer.engine.config import NGRAM, EngineConfig, resolve

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from qinfer.quant.heap import release_free_memory
+from qinfer.kernels.cpu.arena import release_freed
 from qinfer.quant.hessian import InputStatistics, check_finite
 from qinfer.quant.solver import Solved, SolverOptions, round_to_nearest, solve_modules
 from qinfer.quant.stages import BlockStages, Stage, Stream
@@ -113,7 +113,7 @@ class BlockRunner:
     ) -> Iterator[tuple[str, Solved]]:
         if stats.num_tokens or stage.unseen is None:
             if any(target.in_features >= _WIDE for target in wanted.values()):
-                release_free_memory()
+                release_freed()
             executor = self._workers.executor
             yield from solve_modules(stats, weights, wanted, self._options, executor=executor)
             return

@@ -5,11 +5,12 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from qinfer import host
 from qinfer.errors import CapacityError
+from qinfer.kernels.cpu.arena import release_freed
 from qinfer.models.config import block_linear_shapes
 from qinfer.quant.blockwise import linear_dtype
 from qinfer.quant.calibration import CalibrationSet
-from qinfer.quant.heap import release_free_memory
 from qinfer.quant.job import Job
 from qinfer.quant.states import HIDDEN, WIDE
 
@@ -65,10 +66,10 @@ class Budget:
         hidden = streams * sum(lengths) * job.model.hidden_size * _FLOAT_BYTES
         blocks = job.blocks(1)
         wide = streams * sum(lengths) * max(block.wide for block in blocks) * _FLOAT_BYTES
-        release_free_memory()
+        release_freed()
         work = resident_bytes() + _work_bytes(job, max(lengths), threads, streams)
         _check(memory, work)
-        room = available_bytes() // _DEFAULT_SHARE if memory is None else memory - work
+        room = host.available_memory() // _DEFAULT_SHARE if memory is None else memory - work
         in_memory = set()
         files = 2 * hidden  # in front of and behind a block
         for name, size in ((HIDDEN, hidden), (WIDE, wide)):
@@ -141,23 +142,3 @@ def resident_bytes() -> int:
     except OSError:
         return 0
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
-
-
-def available_bytes(root: Path = Path("/")) -> int:
-    """Return what this process can still take: of the machine and, in a container, of its limit."""
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for line in _lines(root / "proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
-    group = root / "sys/fs/cgroup"
-    limit, used = _lines(group / "memory.max"), _lines(group / "memory.current")
-    if limit and used and limit[0] != "max":
-        free = min(free, int(limit[0]) - int(used[0]))
-    return max(0, free)
-
-
-def _lines(file: Path) -> list[str]:
-    try:
-        return file.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return []

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from qinfer.checkpoint.durable import refuse_existing
 from qinfer.checkpoint.hub import resolve_model
 from qinfer.checkpoint.reader import Checkpoint, open_checkpoint
 from qinfer.checkpoint.settings import KV_KEY, kv_config
@@ -155,8 +156,7 @@ def condition(
     started = time.monotonic()
     chosen = ConditionOptions(**options)
     target = Path(out)
-    if target.exists():
-        raise ConfigError(f"{target} exists already; choose another output or remove it first")
+    refuse_existing(target)
     source = open_checkpoint(resolve_model(model, revision=revision))
     reason = why_not(source.config)
     if reason is not None:

@@ -7,8 +7,6 @@ give equal bytes, however many threads there are and however often it was interr
 """
 
 import logging
-import resource
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,6 +22,7 @@ from qinfer.checkpoint.reader import open_checkpoint
 from qinfer.checkpoint.tensor_file import Piece, entry_piece, source_piece
 from qinfer.checkpoint.writer import copy_companions, write_json
 from qinfer.errors import ConfigError, QuantizationError
+from qinfer.host import peak_rss
 from qinfer.models.tokenizer import load_tokenizer
 from qinfer.quant import output
 from qinfer.quant.allocation import allocated
@@ -99,7 +98,7 @@ def quantize(  # noqa: PLR0913 - each is an option of the command
             report = _run(job, plan, partial, workers, memory, on_progress or _ignore)
         report = replace(report, out=target)
     seconds = time.monotonic() - started
-    return replace(report, seconds=seconds, peak_rss_bytes=_peak_rss_bytes())
+    return replace(report, seconds=seconds, peak_rss_bytes=peak_rss())
 
 
 def _planned(
@@ -296,11 +295,6 @@ def _strict_message(report: QuantReport, partial: Path) -> str:
         f"was given, so no checkpoint was written; the work is kept in {partial}, and the same "
         "command without --strict finishes it:\n" + "\n".join(lines)
     )
-
-
-def _peak_rss_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes on Linux
 
 
 def _ignore(_: QuantProgress) -> None:

@@ -7,10 +7,10 @@ from typing import Literal
 from pydantic import BaseModel
 
 from qinfer import __version__
-from qinfer.engine.host import peak_rss
 from qinfer.engine.latency import Histogram
 from qinfer.engine.metrics import EngineStats
 from qinfer.engine.request import FinishReason
+from qinfer.host import peak_rss
 from qinfer.server.lifecycle import Lifecycle, State
 from qinfer.server.service import Service
 

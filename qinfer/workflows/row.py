@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from qinfer.bench.offline import offline_method, run_offline
-from qinfer.engine.host import peak_rss
 from qinfer.engine.llm import LLM
+from qinfer.host import peak_rss
 from qinfer.quality.perplexity import Window
 from qinfer.quality.scoring import BaselineRows, Scores, score_baseline, score_model
 from qinfer.report.jsonio import build

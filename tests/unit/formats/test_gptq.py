@@ -1,10 +1,12 @@
 import logging
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import weights
 from support.gptq_reader import dequantize_layer
 
 from qinfer.errors import CheckpointError, QuantizationError
@@ -13,23 +15,7 @@ from qinfer.formats.packing import pack
 from qinfer.formats.weight import QuantizedWeight
 from qinfer.schemes import WeightScheme
 
-
-def random_weight(
-    scheme: WeightScheme, out: int = 64, in_: int = 96, *, seed: int = 0, min_zero: int = 1
-) -> QuantizedWeight:
-    generator = torch.Generator().manual_seed(seed)
-    low, high = -(1 << (scheme.bits - 1)), 1 << (scheme.bits - 1)
-    groups = scheme.num_groups(in_)
-    zeros = None
-    if not scheme.symmetric:
-        shape = (out, groups)
-        zeros = torch.randint(low + min_zero, high, shape, generator=generator).to(torch.int16)
-    return QuantizedWeight(
-        codes=torch.randint(low, high, (out, in_), generator=generator).to(torch.int8),
-        scales=(torch.rand(out, groups, generator=generator) + 0.01).half(),
-        scheme=scheme,
-        zeros=zeros,
-    )
+random_weight = partial(weights.random_weight, min_zero=1)
 
 
 def read(

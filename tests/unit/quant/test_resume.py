@@ -14,8 +14,8 @@ import pytest
 import torch
 from support.checkpoints import write_tiny
 
+from qinfer import host
 from qinfer.errors import CapacityError, CheckpointError, ConfigError
-from qinfer.quant import budget
 from qinfer.quant.pipeline import quantize
 
 SMALL: dict[str, Any] = {"num_samples": 3, "seq_len": 24, "group_size": 32}
@@ -67,7 +67,7 @@ def test_every_write_may_fail_and_nothing_is_lost(
     in_memory: bool,
 ) -> None:
     if not in_memory:
-        monkeypatch.setattr(budget, "available_bytes", lambda: 0)
+        monkeypatch.setattr(host, "available_memory", lambda: 0)
     resumed = []
     with monkeypatch.context() as patch:
         fault = Fault(patch)
@@ -90,12 +90,12 @@ DRIVER = """
 import json, os, random, signal, sys, time, threading
 from pathlib import Path
 import qinfer.quant.pipeline as pipeline
-from qinfer.quant import budget
+from qinfer import host
 
 source, out, seed, options = sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
 random.seed(seed)
 if seed % 2:
-    budget.available_bytes = lambda: 0
+    host.available_memory = lambda: 0
 
 def die_at_call(count):
     left = [count]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from qinfer.engine import host
+from qinfer import host
 
 
 def write(root: Path, **files: str) -> None:
