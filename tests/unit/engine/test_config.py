@@ -131,7 +131,7 @@ def test_configuration_is_frozen() -> None:
 
 
 def test_bookkeeping_does_not_import_torch() -> None:
-    modules = ("admission", "blocks", "config", "host", "memory", "metrics", "output", "request")
+    modules = ("admission", "blocks", "config", "memory", "metrics", "output", "request")
     imports = "; ".join(
         f"import qinfer.engine.{name}" for name in (*modules, "scheduler", "static")
     )
