@@ -32,6 +32,7 @@ class QuantizeSection(_Section):
     damp_percent: float | None = None
     scale_search: Literal["absmax", "mse", "hessian"] | None = None
     gptaq: bool | None = None
+    gptaq_samples: Count | None = None
     target_bits: float | None = None
     target_size: int | None = None
     format: Literal["gptq", "compressed-tensors"] = "gptq"

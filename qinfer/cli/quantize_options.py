@@ -102,7 +102,14 @@ _OPTIONS: tuple[Callable[[Verb], Verb], ...] = (
         "--gptaq/--no-gptaq",
         default=DEFAULTS["gptaq"],
         show_default=True,
-        help="gptq: calibrate against the inputs of the unquantized model; half as fast.",
+        help="gptq: calibrate against the inputs of the unquantized model too.",
+    ),
+    click.option(
+        "--gptaq-samples",
+        type=_POSITIVE,
+        default=DEFAULTS["gptaq_samples"],
+        show_default=True,
+        help="Calibration windows, the first ones, that run through the unquantized model too.",
     ),
     click.option(
         "--target-bits",

@@ -143,7 +143,10 @@ class CalibratedRun:
         self._lengths = [len(window) for window in calibration.windows]
         self._progress, self._in_memory = progress, in_memory
         self._conditioner = conditioner
-        self._kinds = ("", "full") if job.config.gptaq else ("",)
+        # By the kind of a stream, how many samples it has.
+        self._streams = {"": len(self._lengths)}
+        if job.config.gptaq:
+            self._streams["full"] = min(job.config.gptaq_samples, len(self._lengths))
         options = solver_options(job.config)
         self._runner = BlockRunner(self._lengths, workers, options, on_sample=progress.sample)
         self._blocks = job.blocks(max(self._lengths))
@@ -164,7 +167,7 @@ class CalibratedRun:
         discard_stale(self._partial.path, first)
         if first == end:
             return first
-        states = [self._start(first, kind) for kind in self._kinds]
+        states = [self._start(first, kind, count) for kind, count in self._streams.items()]
         try:
             with Committer(self._partial) as committer:
                 for layer in range(first, end):
@@ -180,12 +183,12 @@ class CalibratedRun:
         if first:
             self._progress.skip(samples=passes * len(self._lengths), modules=len(finished))
 
-    def _start(self, layer: int, kind: str) -> SampleStates:
-        """Return the hidden states in front of a block."""
+    def _start(self, layer: int, kind: str, count: int) -> SampleStates:
+        """Return the hidden states of the first `count` samples in front of a block."""
         states = SampleStates(
             self._partial.path,
             kind,
-            self._lengths,
+            self._lengths[:count],
             hidden_size=self._job.model.hidden_size,
             wide=max(block.wide for block in self._blocks),
             in_memory=self._in_memory,
@@ -194,7 +197,7 @@ class CalibratedRun:
             states.resume(layer)
         else:
             rows = states.begin()
-            self._workers.map(lambda sample: self._embed(sample, rows), range(len(self._windows)))
+            self._workers.map(lambda sample: self._embed(sample, rows), range(count))
         return states
 
     def _embed(self, sample: int, rows: Rows) -> None:

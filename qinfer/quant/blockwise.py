@@ -102,7 +102,7 @@ class BlockRunner:
             check_finite(hidden, name=f"the output of {name}", sample=sample)
             write(sample, hidden)
 
-        self._workers.map(one, range(len(self._lengths)))
+        self._workers.map(one, range(stream.num_samples))
 
     def _solve(
         self,
@@ -136,7 +136,7 @@ class BlockRunner:
             stats = InputStatistics(width, name=name, paired=len(streams) > 1)
 
         def inputs(sample: int) -> tuple[torch.Tensor, ...]:
-            return tuple(stage.to_input(stream, sample) for stream in streams)
+            return tuple(stage.to_input(s, sample) for s in streams if sample < s.num_samples)
 
         for group in self._groups(streams, readers):
             found = self._workers.map(inputs, group)
@@ -144,7 +144,7 @@ class BlockRunner:
                 stats.add_samples(
                     [x[0] for x in found],
                     first=group[0],
-                    fulls=[x[1] for x in found] if stats.paired else None,
+                    fulls=[x[1] for x in found if len(x) > 1],
                     executor=self._workers.executor,
                 )
             for _ in group:

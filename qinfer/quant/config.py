@@ -86,6 +86,7 @@ class QuantizeConfig:
         scale_search: how a group's scale is chosen: `absmax` covers its range, `mse` has the least
             squared error of the weights, `hessian` that of the outputs. Nothing to `rtn`.
         gptaq: calibrate against the inputs of the unquantized model (arXiv 2504.02692).
+        gptaq_samples: calibration windows, the first ones, that run through that model too.
         target_bits: mean bits per weight of the linears, scales and zero points included; bits and
             group sizes are then chosen module by module. None = as `weights` and `group_size` say.
         target_size: the same as bytes of all tensors of the checkpoint.
@@ -112,6 +113,7 @@ class QuantizeConfig:
     damp_percent: float = DEFAULT_DAMP_PERCENT
     scale_search: str = "hessian"
     gptaq: bool = False
+    gptaq_samples: int = 32
     target_bits: float | None = None
     target_size: int | None = None
     overrides: tuple[str, ...] = ()
@@ -143,7 +145,12 @@ class QuantizeConfig:
             raise ConfigError(f"group_size {self.group_size!r}: give auto, -1 or a positive number")
         if not 0 <= self.damp_percent <= 1:
             raise ConfigError(f"damp_percent {self.damp_percent} is not between 0 and 1")
-        for name, value in (("num_samples", self.num_samples), ("seq_len", self.seq_len)):
+        counts = {
+            "num_samples": self.num_samples,
+            "seq_len": self.seq_len,
+            "gptaq_samples": self.gptaq_samples,
+        }
+        for name, value in counts.items():
             if value < 1:
                 raise ConfigError(f"{name} {value} must be positive")
         self._check_combinations()

@@ -24,11 +24,19 @@ class InputStatistics:
     Args:
         in_features: length of an input vector.
         name: of the layers that read the input, for messages.
-        paired: every input comes with the input of the unquantized model, and `Σ (x_full - x) xᵀ`
-            is summed too (GPTAQ).
+        paired: inputs may come with those of the unquantized model, and `Σ (x_full - x) xᵀ` is
+            summed over them too (GPTAQ).
     """
 
-    __slots__ = ("_cross", "_in_features", "_sum", "name", "num_tokens", "paired")
+    __slots__ = (
+        "_cross",
+        "_in_features",
+        "_sum",
+        "name",
+        "num_paired_tokens",
+        "num_tokens",
+        "paired",
+    )
 
     def __init__(self, in_features: int, *, name: str, paired: bool = False) -> None:
         self._in_features = in_features
@@ -37,6 +45,7 @@ class InputStatistics:
         self._cross = torch.zeros(in_features, in_features) if paired else None
         self.name = name
         self.num_tokens = 0
+        self.num_paired_tokens = 0
         self.paired = paired
 
     @property
@@ -69,14 +78,18 @@ class InputStatistics:
         Args:
             xs: `[tokens, in]` each, as the quantized model computes them.
             first: index of the first sample, for messages.
-            fulls: `[tokens, in]` each, as the unquantized model computes them; only if `paired`.
+            fulls: `[tokens, in]` each, as the unquantized model computes the first of these
+                samples; only if `paired`.
             executor: where the panels are updated; None = here.
 
         Raises:
             NonFiniteError: naming the layer and the sample, before anything is added.
         """
-        if (fulls is not None) != self.paired:
-            raise ValueError(f"{self.name}: paired is {self.paired}")
+        if fulls and not self.paired:
+            raise ValueError(
+                f"{self.name}: inputs of the unquantized model are wanted only if paired"
+            )
+        fulls = fulls or ()
         sums, crosses = self._sum, self._cross
         if sums is None or (crosses is None and self.paired):
             raise ValueError(f"{self.name}: samples are added before the sums are taken")
@@ -85,7 +98,7 @@ class InputStatistics:
         def check(index: int) -> torch.Tensor | None:
             sample = first + index
             check_finite(xs[index], name=f"the input of {self.name}", sample=sample)
-            if fulls is None:
+            if index >= len(fulls):
                 return None
             difference = fulls[index].float() - xs[index]
             check_finite(difference, name=f"the unquantized input of {self.name}", sample=sample)
@@ -100,6 +113,7 @@ class InputStatistics:
         for _ in run(update, range(self.num_panels)):
             pass  # waits, and raises what an update raised
         self.num_tokens += sum(x.shape[0] for x in xs)
+        self.num_paired_tokens += sum(full.shape[0] for full in fulls)
 
     def matrix(self) -> torch.Tensor:
         """Hand out the Hessian `2/n Σ x xᵀ`, float32 `[in, in]` (arXiv 2210.17323, section 3.1).
@@ -122,15 +136,17 @@ class InputStatistics:
         return matrix
 
     def cross(self) -> torch.Tensor | None:
-        """Hand out `2/n Σ (x_full - x) xᵀ`, float32 `[in, in]`; None if not `paired`.
+        """Hand out `2/n Σ (x_full - x) xᵀ` over the pairs, float32 `[in, in]`.
+
+        None if there was no pair.
 
         Raises:
             NonFiniteError: finite inputs are so large that their products are not.
         """
-        if not self.paired:
+        if self.num_paired_tokens == 0:
             return None
         cross, self._cross = self._checked(self._cross), None
-        return cross.mul_(2.0 / self.num_tokens)
+        return cross.mul_(2.0 / self.num_paired_tokens)
 
     def _checked(self, sums: torch.Tensor | None) -> torch.Tensor:
         if sums is None:

@@ -25,6 +25,7 @@ class Stream:
         hidden: the block's input, `[tokens, hidden]`.
         residual: room for the hidden states inside the block; may be the memory of `hidden`.
         wide: room for what linears read, as wide as the block asks for.
+        num_samples: that have rows: the first ones.
         lead: of the unquantized stream, the quantized one (whose choices, such as the routing to
             experts, count for both); None = this is the quantized one.
         routings: which experts the tokens of each sample go through, in a block that has experts.
@@ -35,6 +36,7 @@ class Stream:
     hidden: Rows
     residual: Rows
     wide: Rows
+    num_samples: int = 1
     lead: "Stream | None" = None
     routings: dict[int, Routing] = field(default_factory=dict)
     tap: "Tap | None" = None

@@ -81,7 +81,8 @@ class SampleStates:
 
     def stream(self, weights: dict[str, torch.Tensor], lead: Stream | None) -> Stream:
         """Return the samples on their way through the block."""
-        return Stream(weights, self.hidden, self._residual, self._wide, lead)
+        count = len(self._lengths)
+        return Stream(weights, self.hidden, self._residual, self._wide, count, lead)
 
     def advance(self, layer: int, fill: Callable[[WriteRows], None]) -> "Advance":
         """Move on to the next block.

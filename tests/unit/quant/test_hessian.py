@@ -72,9 +72,25 @@ def test_pairs_sum_what_quantization_changed(in_features: int) -> None:
 def test_a_full_stream_where_none_is_expected_is_refused() -> None:
     x = samples()[0]
     with pytest.raises(ValueError, match="paired"):
-        InputStatistics(48, name="layer", paired=True).add(x, sample=2)
-    with pytest.raises(ValueError, match="paired"):
         InputStatistics(48, name="layer").add(x, full=x, sample=2)
+
+
+def test_the_first_samples_may_be_the_only_pairs() -> None:
+    x = torch.randn(64, 40, generator=torch.Generator().manual_seed(0))
+    stats = InputStatistics(40, name="layer", paired=True)
+    stats.add_samples([x[:20], x[20:40], x[40:]], first=0, fulls=[x[:20] + 1])
+    assert (stats.num_tokens, stats.num_paired_tokens) == (64, 20)
+    cross = stats.cross()
+    assert cross is not None
+    expected = 2 / 20 * torch.ones(40, 20).double() @ x[:20].double()
+    assert torch.allclose(cross.double(), expected, atol=1e-6)
+    assert torch.allclose(stats.matrix().double(), 2 / 64 * x.double().T @ x.double(), atol=1e-5)
+
+
+def test_without_pairs_nothing_is_handed_out() -> None:
+    stats = InputStatistics(48, name="layer", paired=True)
+    stats.add(samples()[0], sample=0)
+    assert stats.cross() is None
 
 
 @pytest.mark.parametrize("in_features", [1, 127, 128, 129, 300])
