@@ -7,7 +7,10 @@ form, so that they stay fused here and in other engines.
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from qinfer.quant.calibration import CalibrationSet
 from qinfer.quant.config import Override
 from qinfer.quant.job import Job, OnProgress, block_name
 from qinfer.quant.report import QuantProgress
+from qinfer.quant.rows_store import RowsStore
 from qinfer.quant.sensitivity import LinearSensitivity, SensitivityRun
 from qinfer.quant.targets import ALLOCATED, Plan, Target
 from qinfer.quant.workers import Workers
@@ -67,6 +71,7 @@ def allocated(
     on_progress: OnProgress,
     *,
     partial: PartialDirectory | None = None,
+    room: int = 0,
 ) -> tuple[Job, dict[str, Any]]:
     """Choose bits and group sizes so that the model fits the size asked for and drifts least.
 
@@ -76,6 +81,7 @@ def allocated(
         workers: the threads.
         on_progress: called for every window and block, forwards and backwards.
         partial: where the record is kept, so that it is measured once; None = it is not.
+        room: bytes of activations that may be kept in memory; the others lie in files.
 
     Returns:
         The job with the plan that was chosen, and the record of the choice for the report.
@@ -90,7 +96,9 @@ def allocated(
     if record is None:
         _check_budget(job, units)
         windows = calibration.windows[:NUM_WINDOWS]
-        options = _measure(job, units, windows, workers, on_progress)
+        with _folder(partial) as folder:
+            store = RowsStore(folder, [len(window) for window in windows], room=room)
+            options = _measure(job, units, windows, workers, store, on_progress)
         result = allocate(options, _budget(job, units))
         record = _record(job, units, options, result, windows)
         if partial is not None:
@@ -104,11 +112,22 @@ def allocated(
     return replace(job, plan=plan), record
 
 
+@contextmanager
+def _folder(partial: PartialDirectory | None) -> Iterator[Path]:
+    """Return where files of a pass may lie."""
+    if partial is not None:
+        yield partial.path
+        return
+    with TemporaryDirectory(prefix="qinfer-") as folder:
+        yield Path(folder)
+
+
 def _measure(
     job: Job,
     units: Sequence[Unit],
     windows: Sequence[Sequence[int]],
     workers: Workers,
+    store: RowsStore,
     on_progress: OnProgress,
 ) -> dict[str, list[Choice]]:
     """Return what every form of every unit costs and is expected to drift."""
@@ -117,14 +136,16 @@ def _measure(
         job,
         windows,
         workers,
+        store,
         damp_percent=job.config.damp_percent,
         on_step=lambda: on_progress(QuantProgress("sensitivity", next(done), total)),
     )
     options: dict[str, list[Choice]] = {}
-    for layer, sensitivities in run.layers():
-        for unit in units:
-            if unit.name.startswith(f"{block_name(layer)}."):
-                options[unit.name] = _options(job, unit, sensitivities, workers)
+    with store:
+        for layer, sensitivities in run.layers():
+            for unit in units:
+                if unit.name.startswith(f"{block_name(layer)}."):
+                    options[unit.name] = _options(job, unit, sensitivities, workers)
     return options
 
 
@@ -169,10 +190,10 @@ def _options(
 ) -> list[Choice]:
     drifts = torch.zeros(len(unit.schemes), dtype=torch.float64)
     for target in unit.targets:
-        weight = job.source.tensor(f"{target.name}.weight").float()
         known = sensitivities.get(".".join(target.name.split(".")[3:]))
         if known is None:
             continue  # an expert that no token went through
+        weight = job.source.tensor(f"{target.name}.weight")
 
         def drift(
             scheme: WeightScheme | None,

@@ -9,30 +9,37 @@ linears. (Errors of different tokens count as independent too, which is too litt
 averages them: for v.) What GPTQ makes of a rounding error `e` of column i is `e² / U_ii²` (arXiv
 2210.17323, equation 2), so that every form costs one rounding and no solving.
 
-The model goes through memory block by block, forwards and backwards.
+The model goes through memory block by block, forwards and backwards; what the windows leave in
+front of every block is kept in a `RowsStore`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the customary name
 
-from qinfer.models.load import EMBEDDING, FINAL_NORM, HEAD
+from qinfer.kernels.cpu.arena import release_freed
+from qinfer.models.load import EMBEDDING
 from qinfer.models.rope import RotaryTable
 from qinfer.quant import gptq, rtn
+from qinfer.quant.activations import Rows
 from qinfer.quant.block_run import dense_weights, embed
 from qinfer.quant.blocks import block_stages
+from qinfer.quant.head_gradient import HeadGradient
 from qinfer.quant.hessian import InputStatistics, check_finite
 from qinfer.quant.job import Job, block_name
-from qinfer.quant.stages import BlockStages, Stream
+from qinfer.quant.rows_store import RowsStore
+from qinfer.quant.stages import BlockStages, Stage, Stream
 from qinfer.quant.workers import Workers
 from qinfer.schemes import WeightScheme
 
-_LOGITS = 1 << 22  # at a time
-_HEAD_ROWS = 1 << 13  # of the head that are float32 at a time
+PIECE = (
+    1 << 18
+)  # weights whose rounding is measured at a time; a constant: it decides how sums are rounded
 
 OnStep = Callable[[], None]
+Squares = dict[str, torch.Tensor]  # by linear, [out]
+Columns = dict[str, torch.Tensor]  # by linear, [in]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,9 +57,13 @@ class LinearSensitivity:
 
     def drift(self, weight: torch.Tensor, scheme: WeightScheme, *, name: str) -> float:
         """Return the KL divergence per token to expect from quantizing `weight` `[out, in]`."""
-        dense = weight.float()
-        error = dense - rtn.quantize(dense, scheme, name=name).dequantize()
-        return 0.5 * float(error.square_().mv(self.columns).dot(self.gradients))
+        rows = max(1, PIECE // weight.shape[1])
+        total = 0.0
+        for part, gradients in zip(weight.split(rows), self.gradients.split(rows), strict=True):
+            dense = part.float()
+            error = dense - rtn.quantize(dense, scheme, name=name).dequantize()
+            total += float(error.square_().mv(self.columns).dot(gradients))
+        return 0.5 * total
 
 
 class GraphRows:
@@ -76,10 +87,9 @@ class GraphRows:
 
 @dataclass(frozen=True, slots=True)
 class Tap:
-    """Notes what goes into the linears of a block and the gradients that come back."""
+    """Notes the gradients that come back to the outputs of a block's linears."""
 
-    inputs: dict[str, torch.Tensor] = field(default_factory=dict)
-    squares: dict[str, torch.Tensor] = field(default_factory=dict)
+    squares: Squares = field(default_factory=dict)
 
     def __call__(self, name: str, x: torch.Tensor, y: torch.Tensor) -> None:
         """See the input and the output of the linear `name`."""
@@ -87,17 +97,22 @@ class Tap:
         def note(gradient: torch.Tensor) -> None:
             self.squares[name] = gradient.square().sum(0)
 
-        self.inputs[name] = x.detach()
+        del x
         y.register_hook(note)
 
 
 class SensitivityRun:
     """Windows of text on their way through the unquantized model and back.
 
+    Forwards as calibration goes: all windows to the input of some linears, whose statistics are
+    summed and made use of at once. Backwards one window after the other through a whole block,
+    whose input lies in the store.
+
     Args:
         job: the source and its facts.
         windows: token ids.
         workers: threads, each with one window at a time.
+        store: of rows for these windows.
         damp_percent: as the solver will use it.
         on_step: called for every window and block, forwards and backwards.
     """
@@ -107,14 +122,14 @@ class SensitivityRun:
         job: Job,
         windows: Sequence[Sequence[int]],
         workers: Workers,
+        store: RowsStore,
         *,
         damp_percent: float,
         on_step: OnStep,
     ) -> None:
-        self._job, self._windows, self._workers = job, windows, workers
+        self._job, self._windows, self._workers, self._store = job, windows, workers, store
         self._damp_percent, self._on_step = damp_percent, on_step
-        longest = max(len(window) for window in windows)
-        rotary = RotaryTable(job.model.rope, job.model.head_dim, longest)
+        rotary = RotaryTable(job.model.rope, job.model.head_dim, max(store.lengths))
         layers = range(job.model.num_layers)
         self._blocks = [block_stages(job.model, layer, rotary) for layer in layers]
 
@@ -123,81 +138,69 @@ class SensitivityRun:
 
         Raises:
             NonFiniteError: an activation or a gradient is not finite; names the layer.
+            CheckpointError: the source cannot be read, or rows cannot be written.
         """
-        inputs = [self._workers.map(lambda window: embed(self._job.source, window), self._windows)]
-        for layer, block in enumerate(self._blocks):
-            inputs.append(self._forwards(layer, block, inputs[-1]))
-        gradients = self._head_gradients(inputs.pop())
-        for layer, block in reversed(list(enumerate(self._blocks))):
-            gradients, taps = self._backwards(layer, block, inputs.pop(), gradients)
-            yield layer, self._sensitivities(layer, block, taps)
+        size = self._job.model.hidden_size
+        wide = self._store.make("wide", max(block.wide for block in self._blocks))
+        residual, gradients = (self._store.make(name, size) for name in ("residual", "gradients"))
+        inputs = [self._store.make("hidden-0", size)]
+        self._workers.map(lambda sample: self._embed(sample, inputs[0]), range(len(self._windows)))
+        columns = []
+        for layer in range(len(self._blocks)):
+            inputs.append(self._store.make(f"hidden-{layer + 1}", size))
+            columns.append(self._forwards(layer, inputs[-2], residual, wide, inputs[-1]))
+        head = HeadGradient(self._job, inputs.pop(), gradients, self._store.lengths, self._workers)
+        head.run()
+        while inputs:
+            layer = len(inputs) - 1
+            squares = self._backwards(layer, inputs.pop(), gradients)
+            yield layer, self._sensitivities(squares, columns.pop())
+
+    def _embed(self, sample: int, rows: Rows) -> None:
+        hidden = embed(self._job.source, self._windows[sample])
+        check_finite(hidden, name=EMBEDDING, sample=sample)
+        rows.write(sample, hidden)
 
     def _forwards(
-        self, layer: int, block: BlockStages, hidden: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        weights = self._weights(layer)
-
-        def run(index: int) -> torch.Tensor:
-            out = _run(block, weights, hidden[index])
-            check_finite(out, name=f"the output of {block_name(layer)}", sample=index)
-            self._on_step()
-            return out
-
-        return self._workers.map(run, range(len(hidden)))
-
-    def _head_gradients(self, hidden: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        head = _Head(self._job)
-        return self._workers.map(
-            lambda index: head.gradient(hidden[index], seed=index), range(len(hidden))
-        )
-
-    def _backwards(
-        self,
-        layer: int,
-        block: BlockStages,
-        hidden: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor],
-    ) -> tuple[list[torch.Tensor], list[Tap]]:
-        weights = self._weights(layer)
-        taps = [Tap() for _ in hidden]
-
-        def run(index: int) -> torch.Tensor:
-            leaf = hidden[index].detach().requires_grad_()
-            with torch.enable_grad():
-                out = _run(block, weights, leaf, taps[index])
-            (gradient,) = torch.autograd.grad(out, leaf, gradients[index])
-            name = f"the gradient of the input of {block_name(layer)}"
-            check_finite(gradient, name=name, sample=index)
-            self._on_step()
-            return gradient
-
-        return self._workers.map(run, range(len(hidden))), taps
-
-    def _sensitivities(
-        self, layer: int, block: BlockStages, taps: Sequence[Tap]
-    ) -> dict[str, LinearSensitivity]:
-        result = {}
+        self, layer: int, hidden: Rows, residual: Rows, wide: Rows, following: Rows
+    ) -> Columns:
+        """Write the output of a block; return the columns of its linears by their names."""
+        block, name = self._blocks[layer], block_name(layer)
+        stream = Stream(self._weights(layer), hidden, residual, wide)
+        columns: Columns = {}
         for stage in block.stages:
-            if not stage.names:
-                continue
-            seen = [tap.inputs[stage.names[0]] for tap in taps if stage.names[0] in tap.inputs]
-            if not seen:
-                continue  # an expert that no token went through
-            name = f"{block_name(layer)}.{stage.names[0]}"
-            stats = InputStatistics(seen[0].shape[1], name=name)
-            for sample, x in enumerate(seen):
-                stats.add(x, sample=sample, executor=self._workers.executor)
-            columns = self._columns(stats)
-            tokens = sum(len(window) for window in self._windows)
-            for linear in stage.names:
-                squares = [tap.squares[linear] for tap in taps if linear in tap.squares]
-                # Per token of the text, while the inputs are a mean over those that came here.
-                result[linear] = LinearSensitivity(torch.stack(squares).sum(0) / tokens, columns)
-        return result
+            stats = self._statistics(stage, stream, name)
+            for done in stage.done:
+                del stream.weights[done]
+            if stats is not None and stats.num_tokens:
+                columns |= dict.fromkeys(stage.names, self._columns(stats))
+
+        def finish(sample: int) -> None:
+            out = block.output(stream, sample)
+            check_finite(out, name=f"the output of {name}", sample=sample)
+            following.write(sample, out)
+            self._on_step()
+
+        self._workers.map(finish, range(len(self._windows)))
+        return columns
+
+    def _statistics(self, stage: Stage, stream: Stream, block: str) -> InputStatistics | None:
+        """Take all windows to an input; return its statistics if linears read it."""
+        count, threads = len(self._windows), self._workers.threads
+        stats = None
+        for start in range(0, count, threads):
+            group = range(start, min(start + threads, count))
+            found = self._workers.map(lambda sample: stage.to_input(stream, sample), group)
+            if stage.names:
+                name = f"{block}.{stage.names[0]}"
+                stats = stats or InputStatistics(found[0].shape[1], name=name)
+                stats.add_samples(found, first=start, executor=self._workers.executor)
+        return stats
 
     def _columns(self, stats: InputStatistics) -> torch.Tensor:
         """Return `1 / U_ii²` of the mean of `x xᵀ`; its diagonal where that has no inverse."""
-        mean = stats.matrix() / 2
+        release_freed()
+        mean = stats.matrix().mul_(0.5)
         factor = gptq.factorize(mean, damp_percent=self._damp_percent, act_order=True)
         if factor.U is None or factor.order is None:
             return mean.diagonal().clone()
@@ -205,57 +208,55 @@ class SensitivityRun:
         columns[factor.order] = factor.U.diagonal().square().reciprocal()
         return columns
 
-    def _weights(self, layer: int) -> dict[str, torch.Tensor]:
-        return {name: weight.float() for name, weight in dense_weights(self._job, layer).items()}
+    def _backwards(self, layer: int, hidden: Rows, gradients: Rows) -> list[Squares]:
+        """Replace the gradients behind a block by those in front of it.
 
-
-class _Head:
-    """The final norm and the head, and the gradient of what they say."""
-
-    def __init__(self, job: Job) -> None:
-        model, source = job.model, job.source
-        self._eps = model.rms_norm_eps
-        self._norm = source.tensor(FINAL_NORM).float()
-        name = EMBEDDING if model.tie_word_embeddings else f"{HEAD}.weight"
-        self._weight = source.tensor(name)
-
-    def gradient(self, hidden: torch.Tensor, *, seed: int) -> torch.Tensor:
-        """Return the gradient, by the hidden states, of the summed log-probabilities of tokens
-        that are drawn from the model's own distribution.
-
-        Args:
-            hidden: `[tokens, hidden]`, the last block's output.
-            seed: of the draw.
+        Returns:
+            For every window, the summed squares of the gradients of its linears' outputs.
         """
-        leaf = hidden.detach().requires_grad_()
-        with torch.enable_grad():
-            x = F.rms_norm(leaf, self._norm.shape, self._norm, self._eps)
-        generator = torch.Generator().manual_seed(seed)
-        step = max(1, _LOGITS // len(self._weight))
-        parts = [self._logit_gradient(part, generator) for part in x.detach().split(step)]
-        (gradient,) = torch.autograd.grad(x, leaf, torch.cat(parts))
-        return gradient
+        release_freed()
+        block, weights = self._blocks[layer], self._weights(layer)
 
-    def _logit_gradient(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Return the gradient by the head's input `[rows, hidden]`: `(onehot - p) W`."""
-        pieces = self._weight.split(_HEAD_ROWS)
-        logits = torch.cat([x @ piece.float().T for piece in pieces], dim=1)
-        chances = logits.softmax(-1)
-        drawn = torch.multinomial(chances, 1, generator=generator)
-        signs = chances.neg_().scatter_add_(1, drawn, torch.ones(drawn.shape))
-        total = torch.zeros_like(x)
-        for part, piece in zip(signs.split(_HEAD_ROWS, dim=1), pieces, strict=True):
-            total.addmm_(part, piece.float())
-        return total
+        def run(sample: int) -> Squares:
+            leaf = hidden.read(sample).detach().requires_grad_()
+            tap = Tap()
+            with torch.enable_grad():
+                out = _run(block, weights, leaf, tap)
+            (gradient,) = torch.autograd.grad(out, leaf, gradients.read(sample))
+            name = f"the gradient of the input of {block_name(layer)}"
+            check_finite(gradient, name=name, sample=sample)
+            gradients.write(sample, gradient)
+            self._on_step()
+            return tap.squares
+
+        return self._workers.map(run, range(len(self._windows)))
+
+    def _sensitivities(
+        self, squares: Sequence[Squares], columns: Columns
+    ) -> dict[str, LinearSensitivity]:
+        # Gradients per token of the text, while the inputs are a mean over those that came here.
+        tokens = sum(self._store.lengths)
+        result = {}
+        for linear, found in columns.items():
+            sums = torch.stack([window[linear] for window in squares if linear in window])
+            result[linear] = LinearSensitivity(sums.sum(0) / tokens, found)
+        return result
+
+    def _weights(self, layer: int) -> dict[str, torch.Tensor]:
+        """Return a block's weights in float32, of which few are there in another type too."""
+        weights = dense_weights(self._job, layer)
+        for name in weights:
+            weights[name] = weights[name].float()
+        return weights
 
 
 def _run(
     block: BlockStages,
     weights: dict[str, torch.Tensor],
     hidden: torch.Tensor,
-    tap: Tap | None = None,
+    tap: Tap,
 ) -> torch.Tensor:
-    """Take one window through a block, outside of the graph unless there is a tap."""
+    """Take one window through a block."""
     stream = Stream(dict(weights), GraphRows(hidden), GraphRows(), GraphRows(), tap=tap)
     for stage in block.stages:
         stage.to_input(stream, 0)

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import Counter
+from collections.abc import Mapping
 from ctypes import CDLL
 from ctypes.util import find_library
 from pathlib import Path
@@ -31,6 +32,7 @@ from qinfer.quant.report import QuantProgress, QuantReport
 from qinfer.quant.solver import SolverOptions
 from qinfer.quant.stages import Stream
 
+Inputs = dict[str, list[torch.Tensor]]
 SMALL: dict[str, Any] = {"num_samples": 6, "seq_len": 48, "group_size": 32, "condition_kv": "off"}
 
 
@@ -99,23 +101,62 @@ def test_every_module_is_solved_on_what_came_before_it_g15(
     source = write_tiny(tmp_path / "source", family)
     quantize(source, tmp_path / "out", **SMALL, act_order=act_order)
     written, original = read_weights(tmp_path / "out"), read_weights(source)
-    oracle = load_oracle(source)
-    inputs: dict[str, list[torch.Tensor]] = {name: [] for name in written}
-    for name, weight in written.items():
-        module = oracle.get_submodule(name)
-        module.weight.data = dense(weight)
-        module.register_forward_pre_hook(
-            lambda _, args, name=name: inputs[name].append(args[0].flatten(0, 1))
-        )
-    with torch.no_grad():
-        for window in windows():
-            oracle(torch.tensor([window]))
+    inputs = inputs_of_linears(source, {name: dense(weight) for name, weight in written.items()})
     for name, weight in written.items():
         assert isinstance(weight, QuantizedWeight)
         x = torch.cat(inputs[name])
         expected = gptq.solve(dense(original[name]), 2 / len(x) * x.T @ x, weight.scheme)
         same = (expected.weight.codes == weight.codes).float().mean()
         assert float(same) > 0.99, name
+
+
+@pytest.mark.parametrize("paired", [2, 6])
+def test_gptaq_aims_at_the_outputs_of_the_unquantized_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paired: int
+) -> None:
+    """The oracle: transformers with and without quantized weights, and the least-squares weight.
+
+    The first `paired` samples tell how inputs differ, all samples what they are.
+    """
+    plain = SolverOptions(scale_search="absmax", passes=0, gptaq=True)
+    monkeypatch.setattr(block_run, "solver_options", lambda _: plain)
+    monkeypatch.setattr(blockwise, "linear_dtype", lambda: torch.float32)
+    source = write_tiny(tmp_path / "source")
+    quantize(source, tmp_path / "out", **SMALL, gptaq=True, gptaq_samples=paired)
+    written, original = read_weights(tmp_path / "out"), read_weights(source)
+    inputs = inputs_of_linears(source, {name: dense(weight) for name, weight in written.items()})
+    fulls = inputs_of_linears(source, {name: dense(original[name]) for name in written})
+    moved = 0
+    for name, weight in written.items():
+        assert isinstance(weight, QuantizedWeight)
+        x = torch.cat(inputs[name]).double()
+        first, full = torch.cat(inputs[name][:paired]), torch.cat(fulls[name][:paired])
+        H, W = 2 / len(x) * x.T @ x, dense(original[name])
+        cross = 2 / len(first) * (full - first).double().T @ first.double()
+        damped = H + 0.01 * H.diagonal().mean() * torch.eye(len(H))
+        wanted = (W + W.double() @ cross @ torch.linalg.inv(damped)).float()
+        # Scales are fitted to what is rounded, which is not the weight of the file any more.
+        expected = gptq.solve(wanted, H.float(), weight.scheme).weight
+        assert float((expected.codes == weight.codes).float().mean()) > 0.98, name
+        plainly = gptq.solve(W, H.float(), weight.scheme).weight
+        moved += int((plainly.codes != weight.codes).sum())
+    assert moved > 500
+
+
+def inputs_of_linears(source: Path, weights: Mapping[str, torch.Tensor]) -> Inputs:
+    """Return what reaches every linear of transformers' model with other weights, by sample."""
+    oracle = load_oracle(source)
+    inputs: Inputs = {name: [] for name in weights}
+    for name, weight in weights.items():
+        module = oracle.get_submodule(name)
+        module.weight.data = weight
+        module.register_forward_pre_hook(
+            lambda _, args, name=name: inputs[name].append(args[0].flatten(0, 1))
+        )
+    with torch.no_grad():
+        for window in windows():
+            oracle(torch.tensor([window]))
+    return inputs
 
 
 def test_beats_rounding_on_the_calibration_tokens_g14(

@@ -137,13 +137,20 @@ print(kills)
 """
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("seed", "gptaq"), [(0, False), (1, False), (2, False), (3, False), (4, True), (5, True)]
+)
 def test_killed_at_random_points_and_continued_to_the_same_bytes(
-    source: Path, expected: dict[str, bytes], tmp_path: Path, seed: int
+    source: Path, expected: dict[str, bytes], tmp_path: Path, seed: int, gptaq: bool
 ) -> None:
+    options = SMALL
+    if gptaq:
+        options = {**SMALL, "gptaq": True, "gptaq_samples": 2}
+        quantize(source, tmp_path / "expected", **options)
+        expected = contents(tmp_path / "expected")
     out = tmp_path / "out"
     run = subprocess.run(
-        [sys.executable, "-c", DRIVER, str(source), str(out), str(seed), json.dumps(SMALL)],
+        [sys.executable, "-c", DRIVER, str(source), str(out), str(seed), json.dumps(options)],
         capture_output=True,
         text=True,
         check=False,

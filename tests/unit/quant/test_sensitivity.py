@@ -1,5 +1,6 @@
 """Measured sensitivities: against gradients and divergences that transformers computes."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from qinfer.errors import NonFiniteError
 from qinfer.quant import gptq
 from qinfer.quant.config import QuantizeConfig
 from qinfer.quant.job import prepare
+from qinfer.quant.rows_store import RowsStore
 from qinfer.quant.sensitivity import LinearSensitivity, SensitivityRun
 from qinfer.quant.workers import Workers
 from qinfer.schemes import WeightScheme
@@ -20,11 +22,14 @@ from qinfer.schemes import WeightScheme
 WINDOWS = torch.randint(0, 256, (24, 60), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-def measure(path: Path, *, threads: int = 2) -> dict[str, LinearSensitivity]:
+def measure(
+    path: Path, *, threads: int = 2, room: int = 1 << 30, windows: Sequence[list[int]] = WINDOWS
+) -> dict[str, LinearSensitivity]:
     """Return the sensitivities by the modules' full names."""
     job = prepare(open_checkpoint(path), QuantizeConfig(group_size=32))
-    with Workers(threads) as workers:
-        run = SensitivityRun(job, WINDOWS, workers, damp_percent=0.01, on_step=lambda: None)
+    store = RowsStore(path, [len(window) for window in windows], room=room)
+    with Workers(threads) as workers, store:
+        run = SensitivityRun(job, windows, workers, store, damp_percent=0.01, on_step=lambda: None)
         return {
             f"model.layers.{layer}.{name}": found
             for layer, linears in run.layers()
