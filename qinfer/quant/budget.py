@@ -2,16 +2,22 @@
 
 import os
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from qinfer import host
 from qinfer.errors import CapacityError
 from qinfer.kernels.cpu.arena import release_freed
-from qinfer.models.config import block_linear_shapes
+from qinfer.models.config import ModelConfig, block_linear_shapes
+from qinfer.quant.allocation import NUM_WINDOWS
 from qinfer.quant.blockwise import linear_dtype
 from qinfer.quant.calibration import CalibrationSet
+from qinfer.quant.head_gradient import ROWS as HEAD_ROWS
+from qinfer.quant.head_gradient import TOKENS as HEAD_TOKENS
 from qinfer.quant.job import Job
+from qinfer.quant.rows_store import row_bytes
+from qinfer.quant.stages import BlockStages
 from qinfer.quant.states import HIDDEN, WIDE
 
 _FLOAT_BYTES = 4
@@ -35,10 +41,12 @@ class Budget:
     Args:
         in_memory: activations that are kept in memory (see `states`); the others lie in files.
         disk_bytes: that the run takes at its largest.
+        sensitivity_room: bytes of activations that are kept in memory while bits are chosen.
     """
 
     in_memory: frozenset[str]
     disk_bytes: int
+    sensitivity_room: int = 0
 
     @staticmethod
     def settle(
@@ -62,23 +70,19 @@ class Budget:
             _check(memory, resident_bytes() + block + _SLACK_BYTES)
             return Budget(frozenset(), output)
         lengths = [len(window) for window in calibration.windows]
-        streams = 2 if job.config.gptaq else 1
-        hidden = streams * sum(lengths) * job.model.hidden_size * _FLOAT_BYTES
-        blocks = job.blocks(1)
-        wide = streams * sum(lengths) * max(block.wide for block in blocks) * _FLOAT_BYTES
+        first = lengths[:NUM_WINDOWS]
         release_freed()
-        work = resident_bytes() + _work_bytes(job, max(lengths), threads, streams)
-        _check(memory, work)
-        room = host.available_memory() // _DEFAULT_SHARE if memory is None else memory - work
-        in_memory = set()
-        files = 2 * hidden  # in front of and behind a block
-        for name, size in ((HIDDEN, hidden), (WIDE, wide)):
-            if size <= room:
-                in_memory.add(name)
-                room -= size
-            else:
-                files += size
-        return Budget(frozenset(in_memory), output + files)
+        resident = resident_bytes()
+        work = resident + _work_bytes(job, max(lengths), threads)
+        measuring = (
+            resident + _sensitivity_bytes(job, first, threads) if job.config.allocated else 0
+        )
+        _check(memory, max(work, measuring))
+        in_memory, files = _placed(job, lengths, _room(memory, work))
+        room = _room(memory, measuring)
+        rows = _sensitivity_rows(job, first) if job.config.allocated else 0
+        spilled = rows if rows > room else 0
+        return Budget(in_memory, output + max(files, spilled), room)
 
     def check_disk(self, folder: Path) -> None:
         """Refuse to begin where the disk cannot be enough.
@@ -96,6 +100,29 @@ class Budget:
             )
 
 
+def _room(memory: int | None, work: int) -> int:
+    """Return the bytes of activations that may be kept in memory beside the work."""
+    return host.available_memory() // _DEFAULT_SHARE if memory is None else memory - work
+
+
+def _placed(job: Job, lengths: Sequence[int], room: int) -> tuple[frozenset[str], int]:
+    """Return which activations of calibration are kept in memory, and the bytes of the files."""
+    full = lengths[: job.config.gptaq_samples] if job.config.gptaq else []
+    hidden, wide = (
+        row_bytes(lengths, width) + row_bytes(full, width)
+        for width in (job.model.hidden_size, max(block.wide for block in job.blocks(1)))
+    )
+    in_memory = set()
+    files = 2 * hidden  # in front of and behind a block
+    for name, size in ((HIDDEN, hidden), (WIDE, wide)):
+        if size <= room:
+            in_memory.add(name)
+            room -= size
+        else:
+            files += size
+    return frozenset(in_memory), files
+
+
 def _check(memory: int | None, needed: int) -> None:
     if memory is not None and memory < needed:
         raise CapacityError(
@@ -105,8 +132,9 @@ def _check(memory: int | None, needed: int) -> None:
         )
 
 
-def _work_bytes(job: Job, longest: int, threads: int, streams: int) -> int:
+def _work_bytes(job: Job, longest: int, threads: int) -> int:
     """Return what a block takes while it is calibrated, without the samples' stored states."""
+    streams = 2 if job.config.gptaq else 1
     widest = max(max(shape) for shape in _shapes(job))
     samples = threads * streams * _SAMPLE_TENSORS * longest * widest * _FLOAT_BYTES
     solving = 0
@@ -121,6 +149,50 @@ def _work_bytes(job: Job, longest: int, threads: int, streams: int) -> int:
     # Its weights have the file's type or that of the products, and those solved their codes too.
     block = _block_elements(job) * (max(job.element_bytes, linear_dtype().itemsize) + 1)
     return streams * block + solving + _SLACK_BYTES
+
+
+def _sensitivity_bytes(job: Job, lengths: Sequence[int], threads: int) -> int:
+    """Return what measuring sensitivities takes at the most, without the rows that are stored."""
+    longest, at_once = max(lengths), min(threads, len(lengths))
+    widest = max(max(shape) for shape in _shapes(job))
+    samples = at_once * _SAMPLE_TENSORS * longest * widest * _FLOAT_BYTES
+    head = HEAD_ROWS * job.model.hidden_size * (job.element_bytes + _FLOAT_BYTES)
+    logits = 2 * HEAD_ROWS * min(longest, HEAD_TOKENS) + 4 * longest * job.model.hidden_size
+    most = head + at_once * logits * _FLOAT_BYTES
+    for layer, block in enumerate(job.blocks(1)):
+        shapes = block_linear_shapes(job.model, layer)
+        graph = at_once * longest * _graph_width(job.model, layer) * _FLOAT_BYTES
+        backward = graph + sum(i * o for i, o in shapes.values()) * _FLOAT_BYTES
+        most = max(most, _forward_bytes(block, shapes, samples), backward)
+    return most + _SLACK_BYTES
+
+
+def _graph_width(model: ModelConfig, layer: int) -> int:
+    """Return the columns of all that is kept of a token to find the gradients of a block."""
+    hidden, inner, active = model.hidden_size, model.intermediate_size, 1
+    if model.moe is not None and model.is_sparse(layer):
+        inner, active = model.moe.intermediate_size, model.moe.num_experts_per_token
+    attention = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    return 3 * hidden + 2 * attention + active * (6 * inner + 3 * hidden)
+
+
+def _forward_bytes(block: BlockStages, shapes: Mapping[str, tuple[int, int]], samples: int) -> int:
+    """Return what a block's weights, samples and one Hessian after the other take."""
+    sizes = {name: inputs * outputs * _FLOAT_BYTES for name, (inputs, outputs) in shapes.items()}
+    held, most = sum(sizes.values()), 0
+    for stage in block.stages:
+        entries = shapes[stage.names[0]][0] ** 2 if stage.names else 0
+        most = max(most, held + samples + entries * _SUM_BYTES)
+        held -= sum(sizes[name] for name in stage.done)
+        most = max(most, held + entries * _FACTOR_BYTES)
+    return most
+
+
+def _sensitivity_rows(job: Job, lengths: Sequence[int]) -> int:
+    """Return what `SensitivityRun` stores: states in front of and behind every block, and more."""
+    model = job.model
+    states = (model.num_layers + 1 + 2) * row_bytes(lengths, model.hidden_size)
+    return states + row_bytes(lengths, max(block.wide for block in job.blocks(1)))
 
 
 def _block_elements(job: Job) -> int:

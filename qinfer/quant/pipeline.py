@@ -92,7 +92,7 @@ def quantize(  # noqa: PLR0913 - each is an option of the command
     plan = _plan_conditioning(job)
     job = replace(job, every_block=plan.conditioner is not None)
     if target is None:
-        report = _planned(job, plan, threads, on_progress or _ignore)
+        report = _planned(job, plan, threads, memory, on_progress or _ignore)
     else:
         with Workers(threads) as workers, PartialDirectory(target, restart=restart) as partial:
             report = _run(job, plan, partial, workers, memory, on_progress or _ignore)
@@ -102,14 +102,20 @@ def quantize(  # noqa: PLR0913 - each is an option of the command
 
 
 def _planned(
-    job: Job, plan: ConditioningPlan, threads: int | None, on_progress: OnProgress
+    job: Job,
+    plan: ConditioningPlan,
+    threads: int | None,
+    memory: int | None,
+    on_progress: OnProgress,
 ) -> QuantReport:
     """Report what would be done; only a choice of bits has to look at the weights for that."""
     allocation: dict[str, Any] = {}
     calibration = _calibration(job) if job.config.allocated else None
     if calibration is not None:
         with Workers(threads) as workers:
-            job, allocation = allocated(job, calibration, workers, on_progress)
+            budget = Budget.settle(job, calibration, threads=workers.threads, memory=memory)
+            room = budget.sensitivity_room
+            job, allocation = allocated(job, calibration, workers, on_progress, room=room)
     rows = tuple(plain_row(item) for item in job.plan.targets)
     conditioning = _conditioning_facts(plan, None)
     return replace(_report(job, rows, None), allocation=allocation, conditioning=conditioning)
@@ -152,7 +158,10 @@ def _run(
     budget.check_disk(partial.path)
     allocation: dict[str, Any] = {}
     if job.config.allocated and calibration is not None:
-        job, allocation = allocated(job, calibration, workers, on_progress, partial=partial)
+        room = budget.sensitivity_room
+        job, allocation = allocated(
+            job, calibration, workers, on_progress, partial=partial, room=room
+        )
     first = first_unfinished(job, partial)
     if first:
         _log.warning("%s", _continuing(first, job.num_run))
