@@ -240,9 +240,7 @@ class CalibratedRun:
 
 def solver_options(config: QuantizeConfig) -> SolverOptions:
     """Return how the options say that linears are solved."""
-    return SolverOptions(
-        damp_percent=config.damp_percent, scale_search=config.scale_search, gptaq=config.gptaq
-    )
+    return SolverOptions(damp_percent=config.damp_percent, scale_search=config.scale_search)
 
 
 def first_unfinished(job: Job, partial: PartialDirectory) -> int:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from qinfer.kernels.cpu.arena import release_freed
+from qinfer.quant.gptaq import weight_shift
 from qinfer.quant.hessian import InputStatistics, check_finite
 from qinfer.quant.solver import Solved, SolverOptions, round_to_nearest, solve_modules
 from qinfer.quant.stages import BlockStages, Stage, Stream
@@ -22,6 +23,7 @@ _GROUP_BYTES = 16 * 2**20  # inputs held at once, per thread; at least one sampl
 _MAX_SAMPLES = 16  # at once, per thread
 _WIDE = 4096  # inputs from which solving takes so much that the freed memory of samples is needed
 
+_Found = tuple[InputStatistics, torch.Tensor | None]  # what a pass gathered, and GPTAQ's shift
 OnSample = Callable[[], None]
 
 
@@ -73,12 +75,12 @@ class BlockRunner:
         weights = streams[0].weights
         for stage in block.stages:
             wanted = {name: targets[name] for name in stage.names if targets[name].scheme}
-            stats = self._pass(stage, streams, list(wanted.values()))
+            found = self._pass(stage, streams, list(wanted.values()))
             for stream in streams:
                 for name in stage.done:
                     del stream.weights[name]
-            if stats is not None:
-                for name, solved in self._solve(stage, stats, weights, wanted):
+            if found is not None:
+                for name, solved in self._solve(stage, found, weights, wanted):
                     weights[name] = solved.weight.dequantize(self.dtype)
                     yield name, solved
             for name in stage.names:
@@ -107,15 +109,18 @@ class BlockRunner:
     def _solve(
         self,
         stage: Stage,
-        stats: InputStatistics,
+        found: _Found,
         weights: Mapping[str, torch.Tensor],
         wanted: Mapping[str, Target],
     ) -> Iterator[tuple[str, Solved]]:
+        stats, shift = found
         if stats.num_tokens or stage.unseen is None:
             if any(target.in_features >= _WIDE for target in wanted.values()):
                 release_freed()
             executor = self._workers.executor
-            yield from solve_modules(stats, weights, wanted, self._options, executor=executor)
+            yield from solve_modules(
+                stats, weights, wanted, self._options, shift=shift, executor=executor
+            )
             return
         for name, target in wanted.items():
             solved = round_to_nearest(target, weights[name])
@@ -123,22 +128,23 @@ class BlockRunner:
 
     def _pass(
         self, stage: Stage, streams: Sequence[Stream], readers: Sequence[Target]
-    ) -> InputStatistics | None:
+    ) -> _Found | None:
         """Take every sample to an input and gather the statistics for the linears that read it.
 
         Returns None if there are no such linears.
         """
-        stats = None
+        stats = shift = None
+        pairs = streams[1].num_samples if len(streams) > 1 else 0
         if readers:
             short = "/".join(target.name.rpartition(".")[2] for target in readers)
             name = f"{readers[0].name.rpartition('.')[0]}.{short}"
             width = readers[0].in_features
-            stats = InputStatistics(width, name=name, paired=len(streams) > 1)
+            stats = InputStatistics(width, name=name, paired=pairs > 0)
 
         def inputs(sample: int) -> tuple[torch.Tensor, ...]:
             return tuple(stage.to_input(s, sample) for s in streams if sample < s.num_samples)
 
-        for group in self._groups(streams, readers):
+        for group in self._groups(streams, readers, pairs):
             found = self._workers.map(inputs, group)
             if stats is not None:
                 stats.add_samples(
@@ -147,12 +153,16 @@ class BlockRunner:
                     fulls=[x[1] for x in found if len(x) > 1],
                     executor=self._workers.executor,
                 )
+                if group.stop == pairs:
+                    shift = weight_shift(stats, self._options.damp_percent)
             for _ in group:
                 self._on_sample()
-        return stats
+        return None if stats is None else (stats, shift)
 
-    def _groups(self, streams: Sequence[Stream], readers: Sequence[Target]) -> Iterator[range]:
-        """Cut the samples into groups whose inputs are in memory at once.
+    def _groups(
+        self, streams: Sequence[Stream], readers: Sequence[Target], pairs: int
+    ) -> Iterator[range]:
+        """Cut the samples into groups whose inputs are in memory at once; one ends with the pairs.
 
         How many there are in a group does not change the bits: every sample is added on its own.
         """
@@ -160,8 +170,9 @@ class BlockRunner:
         width = readers[0].in_features if readers else 1
         sample_bytes = 4 * width * max(self._lengths) * len(streams)
         size = threads * max(1, min(_MAX_SAMPLES, _GROUP_BYTES // sample_bytes))
-        for start in range(0, count, size):
-            yield range(start, min(start + size, count))
+        for first, last in ((0, pairs), (pairs, count)):
+            for start in range(first, last, size):
+                yield range(start, min(start + size, last))
 
 
 def linear_dtype() -> torch.dtype:

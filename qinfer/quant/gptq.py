@@ -43,16 +43,10 @@ class Factor:
     attempts: int
     reason: str | None = None
 
-    def natural(self) -> torch.Tensor:
-        """Return U with its columns as they stand: `H⁻¹ = Uᵀ U` still, but not triangular.
-
-        Raises:
-            ValueError: there is no factor.
-        """
-        return self.columns(0, 0 if self.U is None else len(self.U))
-
     def columns(self, start: int, end: int) -> torch.Tensor:
-        """Return the columns of `natural` from one to another, `[in, end - start]`.
+        """Return columns of U by their number in the weight, `[in, end - start]`.
+
+        `H⁻¹ = Uᵀ U` holds for them as they stand too, but that U is not triangular.
 
         Raises:
             ValueError: there is no factor.
@@ -129,7 +123,7 @@ def factorize(
         if not bool((diagonal != 0).any()):
             return Factor(None, None, damp_percent, 0, "all calibration inputs are zero")
         order = torch.argsort(diagonal, descending=True, stable=True) if act_order else None
-        steps = [damp_percent, *(step for step in _DAMPING_STEPS if step > damp_percent)]
+        steps = damping_steps(damp_percent)
         for attempt, step in enumerate(steps, start=1):
             with damped(H, step):
                 U = inverse_factor(H, order)
@@ -138,6 +132,11 @@ def factorize(
     tried = ", ".join(f"{step:g}" for step in steps)
     reason = f"the Hessian is not positive definite at damping {tried}"
     return Factor(None, order, steps[-1], len(steps), reason)
+
+
+def damping_steps(damp_percent: float) -> list[float]:
+    """Return the dampings to try in turn until a Hessian can be factored."""
+    return [damp_percent, *(step for step in _DAMPING_STEPS if step > damp_percent)]
 
 
 @contextmanager

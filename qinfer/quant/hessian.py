@@ -91,7 +91,7 @@ class InputStatistics:
             )
         fulls = fulls or ()
         sums, crosses = self._sum, self._cross
-        if sums is None or (crosses is None and self.paired):
+        if sums is None or (fulls and crosses is None):
             raise ValueError(f"{self.name}: samples are added before the sums are taken")
         run = map if executor is None else executor.map
 
@@ -127,18 +127,16 @@ class InputStatistics:
         if self.num_tokens == 0:
             raise QuantizationError(f"{self.name}: no calibration token reached this layer")
         matrix, self._sum = self._checked(self._sum), None
-        for start in range(0, self._in_features, _PANEL):
-            rows, end = matrix[start : start + _PANEL], start + _PANEL
-            square = rows[:, start:end].triu()
-            rows[:, start:end] = square + square.triu(1).T
-            rows[:, start:].mul_(2.0 / self.num_tokens)
-            matrix[end:, start:end] = rows[:, end:].T
-        return matrix
+        return _completed(matrix, self.num_tokens)
+
+    def matrix_so_far(self) -> torch.Tensor:
+        """Return what `matrix` would, in memory of its own; samples can still be added."""
+        return _completed(self._checked(self._sum).clone(), self.num_tokens)
 
     def cross(self) -> torch.Tensor | None:
         """Hand out `2/n Σ (x_full - x) xᵀ` over the pairs, float32 `[in, in]`.
 
-        None if there was no pair.
+        None if there was no pair. Samples without a pair can still be added.
 
         Raises:
             NonFiniteError: finite inputs are so large that their products are not.
@@ -156,6 +154,17 @@ class InputStatistics:
                 f"the inputs of {self.name} are too large: their squares exceed float32"
             )
         return sums
+
+
+def _completed(matrix: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Return sums whose upper triangle is there as the Hessian, in the same memory."""
+    for start in range(0, len(matrix), _PANEL):
+        rows, end = matrix[start : start + _PANEL], start + _PANEL
+        square = rows[:, start:end].triu()
+        rows[:, start:end] = square + square.triu(1).T
+        rows[:, start:].mul_(2.0 / num_tokens)
+        matrix[end:, start:end] = rows[:, end:].T
+    return matrix
 
 
 def _update(

@@ -34,14 +34,11 @@ class SolverOptions:
         scale_search: how the scales of groups are found (see `scales`): `absmax` covers the range,
             `mse` has the least error of the weights, `hessian` that of the outputs.
         passes: over the groups after GPTQ (see `refine`); 0 = none.
-        gptaq: aim at the outputs of the unquantized model, so that each linear makes up for what
-            was lost before it; the statistics must be paired.
     """
 
     damp_percent: float = gptq.DEFAULT_DAMP_PERCENT
     scale_search: str = "hessian"
     passes: int = 2
-    gptaq: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +56,7 @@ class _Problem:
     Args:
         H: float32 `[in, in]`.
         factor: of the damped one.
-        shift: `[in, in]`, what GPTAQ adds to a weight: `W @ shift`; None = nothing.
+        shift: `[in, in]`, what GPTAQ adds to a weight: `W @ shift` (see `gptaq`); None = nothing.
         options: how to solve.
     """
 
@@ -75,6 +72,7 @@ def solve_modules(
     targets: Mapping[str, Target],
     options: SolverOptions,
     *,
+    shift: torch.Tensor | None = None,
     executor: Executor | None = None,
 ) -> Iterator[tuple[str, Solved]]:
     """Quantize the linears that share an input; its Hessian is factored once.
@@ -84,6 +82,7 @@ def solve_modules(
         weights: `[out, in]`, any float dtype, by name.
         targets: the linears to solve, by the same names; every one has a scheme.
         options: how.
+        shift: what GPTAQ adds to each weight; None = nothing.
         executor: where pieces of weights are solved, each by one thread; None = here.
 
     Yields:
@@ -94,39 +93,21 @@ def solve_modules(
         NonFiniteError: the statistics or a weight are not finite.
     """
     with gptq.single_thread():
-        solved = _solve_all(_problem(stats, targets, options), weights, targets, executor)
+        solved = _solve_all(_problem(stats, targets, options, shift), weights, targets, executor)
     for name, result in solved.items():
         yield name, replace(result, row=replace(result.row, num_tokens=stats.num_tokens))
 
 
 def _problem(
-    stats: InputStatistics, targets: Mapping[str, Target], options: SolverOptions
+    stats: InputStatistics,
+    targets: Mapping[str, Target],
+    options: SolverOptions,
+    shift: torch.Tensor | None,
 ) -> _Problem:
-    if options.gptaq and not stats.paired:
-        raise ValueError(f"{stats.name}: GPTAQ needs paired statistics")
     matrix = stats.matrix()
     act_order = any(_scheme(target).act_order for target in targets.values())
     factor = gptq.factorize(matrix, damp_percent=options.damp_percent, act_order=act_order)
-    if factor.U is None:
-        return _Problem(matrix, factor, None, options)
-    cross = stats.cross() if options.gptaq else None
-    shift = None if cross is None else _shift(cross, factor)
-    return _Problem(matrix, factor, shift, options)
-
-
-def _shift(cross: torch.Tensor, factor: gptq.Factor) -> torch.Tensor:
-    """Return D with which `W + W D` gives the unquantized model's outputs on the inputs at hand.
-
-    `‖Ŵ X - W X_full‖² + λ‖Ŵ - W‖²` is least, without rounding, at `Ŵ = W + W (X_full - X) Xᵀ H⁻¹`
-    with H damped by λ: the objective of GPTAQ (Li et al., arXiv 2504.02692, equation 5). Rounding
-    towards that weight minimizes it as a whole, where GPTAQ corrects column by column.
-
-    Args:
-        cross: `(X_full - X) Xᵀ`, float32 `[in, in]`; D takes its memory.
-        factor: of H.
-    """
-    U = factor.natural()
-    return torch.matmul(cross @ U.T, U, out=cross)
+    return _Problem(matrix, factor, None if factor.U is None else shift, options)
 
 
 def _solve_all(

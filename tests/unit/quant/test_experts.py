@@ -23,6 +23,7 @@ from qinfer.models.load import load_decoder
 from qinfer.quant import rtn
 from qinfer.quant.calibration import load_calibration
 from qinfer.quant.experts import under_seen
+from qinfer.quant.gptaq import weight_shift
 from qinfer.quant.hessian import InputStatistics
 from qinfer.quant.pipeline import quantize
 from qinfer.quant.report import ModuleRow
@@ -136,8 +137,11 @@ def solved_alone(
     stats = InputStatistics(x.shape[1], name="alone", paired=full is not None)
     stats.add(x, sample=0, full=full)
     target = Target("alone", x.shape[1], len(weight), scheme)
-    options = SolverOptions(scale_search=SMALL["scale_search"], gptaq=full is not None)
-    ((_, solved),) = solve_modules(stats, {"alone": weight}, {"alone": target}, options)
+    options = SolverOptions(scale_search=SMALL["scale_search"])
+    shift = weight_shift(stats, options.damp_percent)
+    ((_, solved),) = solve_modules(
+        stats, {"alone": weight}, {"alone": target}, options, shift=shift
+    )
     return solved.weight
 
 

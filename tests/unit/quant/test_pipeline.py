@@ -116,9 +116,9 @@ def test_gptaq_aims_at_the_outputs_of_the_unquantized_model(
 ) -> None:
     """The oracle: transformers with and without quantized weights, and the least-squares weight.
 
-    The first `paired` samples tell how inputs differ, all samples what they are.
+    The weight is that of the first `paired` samples; it is rounded for the inputs of all.
     """
-    plain = SolverOptions(scale_search="absmax", passes=0, gptaq=True)
+    plain = SolverOptions(scale_search="absmax", passes=0)
     monkeypatch.setattr(block_run, "solver_options", lambda _: plain)
     monkeypatch.setattr(blockwise, "linear_dtype", lambda: torch.float32)
     source = write_tiny(tmp_path / "source")
@@ -132,8 +132,9 @@ def test_gptaq_aims_at_the_outputs_of_the_unquantized_model(
         x = torch.cat(inputs[name]).double()
         first, full = torch.cat(inputs[name][:paired]), torch.cat(fulls[name][:paired])
         H, W = 2 / len(x) * x.T @ x, dense(original[name])
-        cross = 2 / len(first) * (full - first).double().T @ first.double()
-        damped = H + 0.01 * H.diagonal().mean() * torch.eye(len(H))
+        cross = (full - first).double().T @ first.double()
+        square = first.double().T @ first.double()
+        damped = square + 0.01 * square.diagonal().mean() * torch.eye(len(H))
         wanted = (W + W.double() @ cross @ torch.linalg.inv(damped)).float()
         # Scales are fitted to what is rounded, which is not the weight of the file any more.
         expected = gptq.solve(wanted, H.float(), weight.scheme).weight

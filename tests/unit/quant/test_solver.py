@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from copy import deepcopy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -25,9 +24,9 @@ def inputs(in_features: int = 96, tokens: int = 300, seed: int = 0) -> torch.Ten
     return torch.randn(tokens, in_features, generator=generator) @ mixing
 
 
-def gathered(X: torch.Tensor, full: torch.Tensor | None = None) -> InputStatistics:
-    stats = InputStatistics(X.shape[1], name="layer", paired=full is not None)
-    stats.add(X, sample=0, full=full)
+def gathered(X: torch.Tensor) -> InputStatistics:
+    stats = InputStatistics(X.shape[1], name="layer")
+    stats.add(X, sample=0)
     return stats
 
 
@@ -106,50 +105,15 @@ def test_modules_and_pieces_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
         assert int((rows < 1e-6).sum()) >= len(rows) - 1
 
 
-def test_gptaq_aims_at_the_least_squares_weight() -> None:
-    """With codes this fine, rounding is no matter: what is left is the objective's minimum."""
-    full = inputs(48, 400, seed=0)
-    X = full + 0.3 * inputs(48, 400, seed=1)
-    W = weight(8, 48)
-    options = SolverOptions(damp_percent=0.01, gptaq=True)
-    found = solve_one(W, gathered(X, full), WeightScheme(8, 1), options).weight.dequantize()
-    # Least squares with rows for the damping: ‖Ŵ X - W X_full‖² + λ ‖Ŵ - W‖².
-    pull = (0.01 * X.double().square().sum(0).mean()).sqrt()
-    rows = torch.cat([X.double(), pull * torch.eye(48, dtype=torch.float64)])
-    goals = torch.cat([full.double() @ W.double().T, pull * W.double().T])
-    expected = torch.linalg.lstsq(rows, goals).solution.T
-    assert float((found - expected).abs().max()) < 0.02
-    assert float((W - expected).abs().max()) > 0.2
-
-
-@pytest.mark.parametrize("options", [replace(PLAIN, gptaq=True), replace(BEST, gptaq=True)])
-def test_gptaq_makes_up_for_what_was_lost_before(options: SolverOptions) -> None:
-    full = inputs()
-    X = full + 0.1 * inputs(seed=1)
-    W, scheme = weight(32), WeightScheme(4, 32, act_order=True)
-    truth = W @ full.T
-    aware = solve_one(W, gathered(X, full), scheme, options).weight.dequantize()
-    unaware = solve_one(W, gathered(X), scheme, PLAIN).weight.dequantize()
-    lost = [float((found @ X.T - truth).square().sum()) for found in (aware, unaware)]
-    assert lost[0] < 0.9 * lost[1]
-
-
-def test_gptaq_without_pairs_is_refused() -> None:
-    with pytest.raises(ValueError, match="paired"):
-        solve_one(weight(4), gathered(inputs()), WeightScheme(4, 32), SolverOptions(gptaq=True))
-
-
 def test_equal_bytes_whatever_the_threads() -> None:
-    full = inputs(256, 600)
-    stats = gathered(full + 0.1 * inputs(256, 600, seed=1), full)
+    stats = gathered(inputs(256, 600))
     W, scheme = weight(64, 256), WeightScheme(4, 64, act_order=True)
-    options = replace(BEST, gptaq=True)
     results = []
     before = torch.get_num_threads()
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            results.append(solve_one(W, stats, scheme, options))
+            results.append(solve_one(W, stats, scheme, BEST))
             assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)

@@ -1,0 +1,51 @@
+"""What GPTAQ adds to weights, so that they make up for what quantizing did before them.
+
+Li et al., arXiv 2504.02692, equation 5: a weight is to give the outputs of the unquantized model,
+`‖Ŵ X - W X_full‖²`. Where they correct column by column, here the weight without rounding that
+does it best is found first, and then rounded: that minimizes the objective as a whole.
+"""
+
+import torch
+
+from qinfer.quant import gptq
+from qinfer.quant.hessian import InputStatistics
+
+
+def weight_shift(stats: InputStatistics, damp_percent: float) -> torch.Tensor | None:
+    """Return D with which `W + W D` is the best weight on the pairs of inputs added so far.
+
+    `‖Ŵ X - W X_full‖² + λ‖Ŵ - W‖²` is least at `Ŵ = W + W (X_full - X) Xᵀ (X Xᵀ + λ)⁻¹`. All sums
+    must be of the same samples: a product of sums over some and an inverse of sums over others is
+    no regression, and its errors grow from block to block until nothing is left of the model.
+
+    Factored in float32: what is damped need not be known better.
+
+    Args:
+        stats: of the input, paired, with the pairs added and nothing else.
+        damp_percent: λ as a share of the mean diagonal; more where that does not suffice.
+
+    Returns:
+        Float32 `[in, in]`; None if there is no pair, or no damping helps.
+
+    Raises:
+        NonFiniteError: finite inputs are so large that their products are not.
+    """
+    cross = stats.cross()
+    if cross is None:
+        return None
+    with gptq.single_thread():
+        for step in gptq.damping_steps(damp_percent):
+            matrix = stats.matrix_so_far()
+            if not bool((matrix.diagonal() != 0).any()):
+                return None
+            with gptq.damped(matrix, step):
+                lower = matrix.T  # the same matrix, by columns as LAPACK wants it
+                info = torch.empty((), dtype=torch.int32)
+                torch.linalg.cholesky_ex(lower, out=(lower, info))
+                if int(info) != 0:
+                    continue
+                # D L Lᵀ = cross
+                torch.linalg.solve_triangular(lower.T, cross, upper=True, left=False, out=cross)
+                torch.linalg.solve_triangular(lower, cross, upper=False, left=False, out=cross)
+            return cross if bool(torch.isfinite(cross.sum())) else None
+    return None
