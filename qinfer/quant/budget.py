@@ -8,7 +8,7 @@ from pathlib import Path
 
 from qinfer import host
 from qinfer.errors import CapacityError
-from qinfer.kernels.cpu.arena import release_freed
+from qinfer.kernels.cpu.arena import release_freed, return_freed
 from qinfer.models.config import ModelConfig, block_linear_shapes
 from qinfer.quant.allocation import NUM_WINDOWS
 from qinfer.quant.blockwise import linear_dtype
@@ -24,6 +24,7 @@ _FLOAT_BYTES = 4
 _MIB = 2**20
 _SLACK_BYTES = 128 * _MIB  # what allocators and libraries keep, small tensors, the report
 _HEADER_BYTES = 32 * _MIB  # on the disk: headers, JSON files, tokenizer
+_RETURNED_BYTES = _MIB  # tensors as large leave nothing behind when memory is limited
 _DEFAULT_SHARE = 4  # of the free memory, for activations
 _SAMPLE_TENSORS = 6  # of the widest kind that a thread holds at once
 # Per entry of a Hessian. While samples are summed: float32 sums. While it is factored: the Hessian,
@@ -71,6 +72,8 @@ class Budget:
             return Budget(frozenset(), output)
         lengths = [len(window) for window in calibration.windows]
         first = lengths[:NUM_WINDOWS]
+        if memory is not None:
+            return_freed(_RETURNED_BYTES)
         release_freed()
         resident = resident_bytes()
         work = resident + _work_bytes(job, max(lengths), threads)

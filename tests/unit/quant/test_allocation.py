@@ -10,7 +10,7 @@ import torch
 from support.checkpoints import write_tiny
 
 from qinfer.checkpoint.reader import open_checkpoint
-from qinfer.errors import ConfigError
+from qinfer.errors import CapacityError, ConfigError
 from qinfer.models.load import load_decoder
 from qinfer.quant.allocation import allocated, make_units
 from qinfer.quant.calibration import CalibrationSet
@@ -205,3 +205,33 @@ def test_an_interrupted_run_keeps_its_choice(tiny_llama: Path, tmp_path: Path, a
     assert whole.to_dict() == continued.to_dict()
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "whole")]
     assert files[0] == files[1]
+
+
+def test_neither_memory_nor_threads_nor_an_interruption_change_the_choice(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    """Interrupted on the way forwards, on the way back, and run through with rows in files."""
+    options: dict[str, Any] = {"num_samples": 9, "seq_len": 48, "target_bits": 4.0}
+    expected = quantize(tiny_llama, dry_run=True, threads=1, **options).allocation
+
+    for after in (5, 20):
+
+        def stop(step: QuantProgress, after: int = after) -> None:
+            if step.stage == "sensitivity" and step.done == after:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            quantize(tiny_llama, tmp_path / "out", on_progress=stop, **options)
+    with pytest.raises(CapacityError) as info:
+        quantize(tiny_llama, tmp_path / "out", memory=1, threads=3, **options)
+    least = int(re.findall(r"take about ([\d,]+) MB", str(info.value))[0].replace(",", ""))
+    for threads, memory in ((2, None), (3, (least + 100) * 10**6)):
+        report = quantize(
+            tiny_llama, tmp_path / f"out{threads}", threads=threads, memory=memory, **options
+        )
+        assert report.allocation == expected
+
+
+def test_a_dry_run_keeps_within_the_memory_too(tiny_llama: Path) -> None:
+    with pytest.raises(CapacityError, match="--memory 1 MB is too little"):
+        quantize(tiny_llama, dry_run=True, target_bits=4.0, num_samples=4, memory=10**6)

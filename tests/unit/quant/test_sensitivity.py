@@ -11,7 +11,7 @@ from support.checkpoints import load_oracle, write_tiny
 
 from qinfer.checkpoint.reader import open_checkpoint
 from qinfer.errors import NonFiniteError
-from qinfer.quant import gptq
+from qinfer.quant import gptq, rtn, sensitivity
 from qinfer.quant.config import QuantizeConfig
 from qinfer.quant.job import prepare
 from qinfer.quant.rows_store import RowsStore
@@ -190,6 +190,35 @@ def test_does_not_depend_on_threads(tiny_llama: Path) -> None:
     for name, found in one.items():
         assert torch.equal(found.gradients, three[name].gradients), name
         assert torch.equal(found.columns, three[name].columns), name
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_does_not_depend_on_where_rows_lie(tmp_path: Path, family: str) -> None:
+    """All in memory, some, or none: to the bit, with windows of different lengths."""
+    path = write_tiny(tmp_path / "model", family)
+    windows = [window[: 60 - 7 * index] for index, window in enumerate(WINDOWS[:6])]
+    expected = measure(path, windows=windows)
+    before = sorted(path.iterdir())
+    for room in (0, 100_000, 200_000):
+        found = measure(path, windows=windows, room=room)
+        assert found.keys() == expected.keys()
+        for name, linear in found.items():
+            assert torch.equal(linear.gradients, expected[name].gradients), name
+            assert torch.equal(linear.columns, expected[name].columns), name
+    assert sorted(path.iterdir()) == before
+
+
+def test_drift_is_summed_over_pieces_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the formula says it for the whole weight at once."""
+    weight, scheme = torch.randn(50, 64), WeightScheme(4, 32)
+    known = LinearSensitivity(torch.rand(50), torch.rand(64))
+    error = weight - rtn.quantize(weight, scheme).dequantize()
+    expected = 0.5 * float(
+        (error.double().square() * known.columns).sum(1) @ known.gradients.double()
+    )
+    for rows in (1, 7, 50, 100):
+        monkeypatch.setattr(sensitivity, "PIECE", rows * 64)
+        assert known.drift(weight, scheme, name="w") == pytest.approx(expected, rel=1e-5)
 
 
 def test_what_is_not_finite_is_named(tmp_path: Path) -> None:

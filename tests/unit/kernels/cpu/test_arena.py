@@ -3,6 +3,7 @@
 import gc
 import mmap
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -131,3 +132,35 @@ def test_freed_memory_is_given_back() -> None:
     release_freed()
     assert full - resident_bytes() > 100 << 20
     assert last.sum() == 1 << 14
+
+
+RETURNED = """
+import os
+import sys
+from pathlib import Path
+import torch
+from qinfer.kernels.cpu.arena import return_freed
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+if len(sys.argv) > 1:
+    return_freed(int(sys.argv[1]))
+torch.ones(30 << 18)  # from then on glibc keeps what is freed and smaller
+kept, dropped = [], []
+for _ in range(100):
+    dropped.append(torch.ones(2 << 18))  # 2 MiB
+    kept.append(torch.ones(25 << 10))  # behind it, so that it is no end of the heap
+full = resident()
+del dropped
+print((full - resident()) >> 20)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
+@pytest.mark.parametrize(("arguments", "least", "most"), [((), 0, 50), (("1048576",), 190, 210)])
+def test_freed_tensors_go_back_at_once(arguments: tuple[str, ...], least: int, most: int) -> None:
+    """In a process of its own, as it stays like that: 200 MiB between tensors that are kept."""
+    command = [sys.executable, "-c", RETURNED, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert least <= int(result.stdout) <= most
