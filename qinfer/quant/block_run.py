@@ -148,7 +148,9 @@ class CalibratedRun:
         if job.config.gptaq:
             self._streams["full"] = min(job.config.gptaq_samples, len(self._lengths))
         options = solver_options(job.config)
-        self._runner = BlockRunner(self._lengths, workers, options, on_sample=progress.sample)
+        self._runner = BlockRunner(
+            self._lengths, workers, options, folder=partial.path, on_sample=progress.sample
+        )
         self._blocks = job.blocks(max(self._lengths))
 
     def run(self) -> int:

@@ -8,11 +8,12 @@ depend on the threads.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from qinfer.kernels.cpu.arena import release_freed
-from qinfer.quant.gptaq import weight_shift
+from qinfer.quant.gptaq import WIDE, KeptShift, weight_shift
 from qinfer.quant.hessian import InputStatistics, check_finite
 from qinfer.quant.solver import Solved, SolverOptions, round_to_nearest, solve_modules
 from qinfer.quant.stages import BlockStages, Stage, Stream
@@ -21,9 +22,7 @@ from qinfer.quant.workers import Workers
 
 _GROUP_BYTES = 16 * 2**20  # inputs held at once, per thread; at least one sample each
 _MAX_SAMPLES = 16  # at once, per thread
-_WIDE = 4096  # inputs from which solving takes so much that the freed memory of samples is needed
 
-_Found = tuple[InputStatistics, torch.Tensor | None]  # what a pass gathered, and GPTAQ's shift
 OnSample = Callable[[], None]
 
 
@@ -34,6 +33,7 @@ class BlockRunner:
         lengths: tokens of every sample.
         workers: the threads.
         options: how linears are solved.
+        folder: of what is put aside for a while.
         on_sample: called for each sample of each pass.
 
     Attributes:
@@ -46,11 +46,13 @@ class BlockRunner:
         workers: Workers,
         options: SolverOptions,
         *,
+        folder: Path,
         on_sample: OnSample = lambda: None,
     ) -> None:
         self._lengths = tuple(lengths)
         self._workers = workers
         self._options = options
+        self._shift = KeptShift(folder)
         self._on_sample = on_sample
         self.dtype = linear_dtype()
 
@@ -75,12 +77,12 @@ class BlockRunner:
         weights = streams[0].weights
         for stage in block.stages:
             wanted = {name: targets[name] for name in stage.names if targets[name].scheme}
-            found = self._pass(stage, streams, list(wanted.values()))
+            stats = self._pass(stage, streams, list(wanted.values()))
             for stream in streams:
                 for name in stage.done:
                     del stream.weights[name]
-            if found is not None:
-                for name, solved in self._solve(stage, found, weights, wanted):
+            if stats is not None:
+                for name, solved in self._solve(stage, stats, weights, wanted):
                     weights[name] = solved.weight.dequantize(self.dtype)
                     yield name, solved
             for name in stage.names:
@@ -109,15 +111,14 @@ class BlockRunner:
     def _solve(
         self,
         stage: Stage,
-        found: _Found,
+        stats: InputStatistics,
         weights: Mapping[str, torch.Tensor],
         wanted: Mapping[str, Target],
     ) -> Iterator[tuple[str, Solved]]:
-        stats, shift = found
         if stats.num_tokens or stage.unseen is None:
-            if any(target.in_features >= _WIDE for target in wanted.values()):
+            if stats.in_features >= WIDE:
                 release_freed()
-            executor = self._workers.executor
+            executor, shift = self._workers.executor, self._shift.take
             yield from solve_modules(
                 stats, weights, wanted, self._options, shift=shift, executor=executor
             )
@@ -128,12 +129,12 @@ class BlockRunner:
 
     def _pass(
         self, stage: Stage, streams: Sequence[Stream], readers: Sequence[Target]
-    ) -> _Found | None:
+    ) -> InputStatistics | None:
         """Take every sample to an input and gather the statistics for the linears that read it.
 
         Returns None if there are no such linears.
         """
-        stats = shift = None
+        stats = None
         pairs = streams[1].num_samples if len(streams) > 1 else 0
         if readers:
             short = "/".join(target.name.rpartition(".")[2] for target in readers)
@@ -154,10 +155,10 @@ class BlockRunner:
                     executor=self._workers.executor,
                 )
                 if group.stop == pairs:
-                    shift = weight_shift(stats, self._options.damp_percent)
+                    self._shift.keep(weight_shift(stats, self._options.damp_percent))
             for _ in group:
                 self._on_sample()
-        return None if stats is None else (stats, shift)
+        return stats
 
     def _groups(
         self, streams: Sequence[Stream], readers: Sequence[Target], pairs: int

@@ -85,7 +85,8 @@ class QuantizeConfig:
         damp_percent: share of the mean Hessian diagonal that GPTQ adds to the diagonal.
         scale_search: how a group's scale is chosen: `absmax` covers its range, `mse` has the least
             squared error of the weights, `hessian` that of the outputs. Nothing to `rtn`.
-        gptaq: calibrate against the inputs of the unquantized model (arXiv 2504.02692).
+        gptaq: aim at the outputs of the unquantized model, so that each linear makes up for what
+            was lost before it (GPTAQ, arXiv 2504.02692). Nothing to `rtn`.
         gptaq_samples: calibration windows, the first ones, that run through that model too.
         target_bits: mean bits per weight of the linears, scales and zero points included; bits and
             group sizes are then chosen module by module. None = as `weights` and `group_size` say.
@@ -112,7 +113,7 @@ class QuantizeConfig:
     act_order: bool = True
     damp_percent: float = DEFAULT_DAMP_PERCENT
     scale_search: str = "hessian"
-    gptaq: bool = False
+    gptaq: bool = True
     gptaq_samples: int = 32
     target_bits: float | None = None
     target_size: int | None = None
@@ -164,9 +165,9 @@ class QuantizeConfig:
             raise ConfigError(f"target_bits {self.target_bits} is not between 2 and 16")
         if self.target_size is not None and self.target_size < 1:
             raise ConfigError(f"target_size {self.target_size} must be positive (bytes)")
-        if self.algorithm != "gptq" and (self.allocated or self.gptaq or self.condition_kv == "on"):
+        if self.algorithm != "gptq" and (self.allocated or self.condition_kv == "on"):
             raise ConfigError(
-                f"target_bits, target_size, gptaq and condition_kv=on need calibration, which "
+                f"target_bits, target_size and condition_kv=on need calibration, which "
                 f"algorithm {self.algorithm!r} has none of; use gptq"
             )
         w8a8 = self.format == "compressed-tensors" and self.bits == 8 and self.group_size == -1

@@ -5,10 +5,15 @@ Li et al., arXiv 2504.02692, equation 5: a weight is to give the outputs of the 
 does it best is found first, and then rounded: that minimizes the objective as a whole.
 """
 
+from pathlib import Path
+
 import torch
 
 from qinfer.quant import gptq
+from qinfer.quant.activations import FileRows
 from qinfer.quant.hessian import InputStatistics
+
+WIDE = 4096  # inputs from which what solving takes decides how much memory a run needs
 
 
 def weight_shift(stats: InputStatistics, damp_percent: float) -> torch.Tensor | None:
@@ -49,3 +54,41 @@ def weight_shift(stats: InputStatistics, damp_percent: float) -> torch.Tensor | 
                 torch.linalg.solve_triangular(lower, cross, upper=False, left=False, out=cross)
             return cross if bool(torch.isfinite(cross.sum())) else None
     return None
+
+
+class KeptShift:
+    """Keeps the shift of a wide input in a file while the Hessian is factored.
+
+    That is when a run takes the most memory.
+
+    Args:
+        folder: of the file, which has no name there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._shift: torch.Tensor | None = None
+        self._file: FileRows | None = None
+
+    def keep(self, shift: torch.Tensor | None) -> None:
+        """Keep a shift; None = nothing.
+
+        Raises:
+            CheckpointError: it cannot be written; the disk may be full.
+        """
+        self._shift = shift
+        if shift is not None and len(shift) >= WIDE:
+            self._file = FileRows(
+                self._folder / "shift.rows", [len(shift)], len(shift), unnamed=True
+            )
+            self._file.write(0, shift)
+            self._shift = None
+
+    def take(self) -> torch.Tensor | None:
+        """Return what was kept, which is forgotten."""
+        shift, self._shift = self._shift, None
+        if self._file is not None:
+            shift = self._file.read(0)
+            self._file.close()
+            self._file = None
+        return shift

@@ -30,8 +30,8 @@ class InputStatistics:
 
     __slots__ = (
         "_cross",
-        "_in_features",
         "_sum",
+        "in_features",
         "name",
         "num_paired_tokens",
         "num_tokens",
@@ -39,7 +39,7 @@ class InputStatistics:
     )
 
     def __init__(self, in_features: int, *, name: str, paired: bool = False) -> None:
-        self._in_features = in_features
+        self.in_features = in_features
         # [in, in], upper triangle; None = handed out
         self._sum: torch.Tensor | None = torch.zeros(in_features, in_features)
         self._cross = torch.zeros(in_features, in_features) if paired else None
@@ -51,7 +51,7 @@ class InputStatistics:
     @property
     def num_panels(self) -> int:
         """Parts that can be updated independently; the first ones are the longest."""
-        return -(-self._in_features // _PANEL)
+        return -(-self.in_features // _PANEL)
 
     def add(
         self,

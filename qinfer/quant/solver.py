@@ -4,7 +4,7 @@ Owns the choice of solver steps and what is reported of them. It knows nothing o
 samples or files.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -23,6 +23,9 @@ from qinfer.schemes import WeightScheme
 _FINE_BITS = 8  # so many that clipping never pays and rounding hardly matters
 _PIECE_ELEMENTS = 1 << 21  # of a weight solved at a time: 8 MiB, several times over
 _WORTH_ELEMENTS = 1 << 19  # below, the steps of a second thread cost as much as they save
+
+
+ToShift = Callable[[], torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,7 @@ def solve_modules(
     targets: Mapping[str, Target],
     options: SolverOptions,
     *,
-    shift: torch.Tensor | None = None,
+    shift: ToShift | None = None,
     executor: Executor | None = None,
 ) -> Iterator[tuple[str, Solved]]:
     """Quantize the linears that share an input; its Hessian is factored once.
@@ -82,7 +85,8 @@ def solve_modules(
         weights: `[out, in]`, any float dtype, by name.
         targets: the linears to solve, by the same names; every one has a scheme.
         options: how.
-        shift: what GPTAQ adds to each weight; None = nothing.
+        shift: gives what GPTAQ adds to each weight, once the Hessian is factored, which takes the
+            most memory; None = nothing.
         executor: where pieces of weights are solved, each by one thread; None = here.
 
     Yields:
@@ -102,12 +106,13 @@ def _problem(
     stats: InputStatistics,
     targets: Mapping[str, Target],
     options: SolverOptions,
-    shift: torch.Tensor | None,
+    shift: ToShift | None,
 ) -> _Problem:
     matrix = stats.matrix()
     act_order = any(_scheme(target).act_order for target in targets.values())
     factor = gptq.factorize(matrix, damp_percent=options.damp_percent, act_order=act_order)
-    return _Problem(matrix, factor, None if factor.U is None else shift, options)
+    wanted = None if shift is None or factor.U is None else shift()
+    return _Problem(matrix, factor, wanted, options)
 
 
 def _solve_all(

@@ -1,11 +1,12 @@
 """What GPTAQ adds to weights."""
 
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from qinfer.quant.gptaq import weight_shift
+from qinfer.quant import gptaq
+from qinfer.quant.gptaq import KeptShift, weight_shift
 from qinfer.quant.hessian import InputStatistics
 from qinfer.quant.solver import SolverOptions, solve_modules
 from qinfer.quant.targets import Target
@@ -99,16 +100,35 @@ def test_more_damping_where_the_sums_are_not_positive_definite() -> None:
 
 
 @pytest.mark.parametrize("options", [PLAIN, BEST])
-def test_a_linear_makes_up_for_what_was_lost_before_it(options: SolverOptions) -> None:
+def test_a_linear_makes_up_for_what_was_lost_before_it(
+    options: SolverOptions, tmp_path: Path
+) -> None:
     full = inputs()
     X = full + 0.1 * inputs(seed=1)
     W, scheme = weight(32, 96), WeightScheme(4, 32, act_order=True)
     truth, lost = W @ full.T, []
+    kept = KeptShift(tmp_path)
     for wanted in (True, False):
         stats, target = gathered(X, full), Target("layer.a", 96, 32, scheme)
-        shift = weight_shift(stats, 0.01) if wanted else None
-        solved = dict(solve_modules(stats, {"a": W}, {"a": target}, replace(options), shift=shift))[
-            "a"
-        ]
-        lost.append(float((solved.weight.dequantize() @ X.T - truth).square().sum()))
+        kept.keep(weight_shift(stats, 0.01) if wanted else None)
+        (solved,) = solve_modules(stats, {"a": W}, {"a": target}, options, shift=kept.take)
+        lost.append(float((solved[1].weight.dequantize() @ X.T - truth).square().sum()))
     assert lost[0] < 0.9 * lost[1]
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_what_is_kept_is_taken_once(
+    in_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gptaq, "WIDE", 48 if in_file else 49)
+    kept = KeptShift(tmp_path)
+    for seed in range(2):
+        shift = inputs(48, 48, seed)
+        kept.keep(shift.clone())
+        found = kept.take()
+        assert found is not None
+        assert torch.equal(found, shift)
+        assert kept.take() is None
+    kept.keep(None)
+    assert kept.take() is None
+    assert not list(tmp_path.iterdir())
