@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from qinfer.kernels.cpu.arena import release_freed
-from qinfer.quant.gptaq import WIDE, KeptShift, weight_shift
+from qinfer.quant.gptaq import WIDE_INPUTS, KeptShift, weight_shift
 from qinfer.quant.hessian import InputStatistics, check_finite
 from qinfer.quant.solver import Solved, SolverOptions, round_to_nearest, solve_modules
 from qinfer.quant.stages import BlockStages, Stage, Stream
@@ -116,7 +116,7 @@ class BlockRunner:
         wanted: Mapping[str, Target],
     ) -> Iterator[tuple[str, Solved]]:
         if stats.num_tokens or stage.unseen is None:
-            if stats.in_features >= WIDE:
+            if stats.in_features >= WIDE_INPUTS:
                 release_freed()
             executor, shift = self._workers.executor, self._shift.take
             yield from solve_modules(

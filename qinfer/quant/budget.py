@@ -13,6 +13,7 @@ from qinfer.models.config import ModelConfig, block_linear_shapes
 from qinfer.quant.allocation import NUM_WINDOWS
 from qinfer.quant.blockwise import linear_dtype
 from qinfer.quant.calibration import CalibrationSet
+from qinfer.quant.gptaq import WIDE_INPUTS
 from qinfer.quant.head_gradient import ROWS as HEAD_ROWS
 from qinfer.quant.head_gradient import TOKENS as HEAD_TOKENS
 from qinfer.quant.job import Job
@@ -29,7 +30,8 @@ _DEFAULT_SHARE = 4  # of the free memory, for activations
 _SAMPLE_TENSORS = 6  # of the widest kind that a thread holds at once
 # Per entry of a Hessian. While samples are summed: float32 sums. While it is factored: the Hessian,
 # a float64 matrix, and the factor that is taken from it. While weights are solved: the first and
-# the last. GPTAQ has one more float32 matrix throughout.
+# the last. GPTAQ has one more float32 matrix throughout,
+# which lies in a file while the Hessian of a wide input is factored.
 _SUM_BYTES, _FACTOR_BYTES, _SOLVE_BYTES = 4, 4 + 8 + 4, 4 + 4
 _PIECE_BYTES = 64 * _MIB  # of weights that a thread solves: see `solver`
 _WEIGHT_BYTES = 2 * 4  # of a linear whose error is measured: what was wanted, what it lacks
@@ -146,7 +148,7 @@ def _work_bytes(job: Job, longest: int, threads: int) -> int:
         entries, weight = inputs * inputs, inputs * outputs
         rows = max(threads * _PIECE_BYTES, weight * _WEIGHT_BYTES)
         summed = entries * (_SUM_BYTES + paired) + samples
-        factored = entries * (_FACTOR_BYTES + paired)
+        factored = entries * (_FACTOR_BYTES + (paired if inputs < WIDE_INPUTS else 0))
         solved = entries * (_SOLVE_BYTES + paired) + rows
         solving = max(solving, summed, factored, solved)
     # Its weights have the file's type or that of the products, and those solved their codes too.

@@ -13,7 +13,7 @@ from qinfer.quant import gptq
 from qinfer.quant.activations import FileRows
 from qinfer.quant.hessian import InputStatistics
 
-WIDE = 4096  # inputs from which what solving takes decides how much memory a run needs
+WIDE_INPUTS = 4096  # inputs from which what solving takes decides how much memory a run needs
 
 
 def weight_shift(stats: InputStatistics, damp_percent: float) -> torch.Tensor | None:
@@ -77,7 +77,7 @@ class KeptShift:
             CheckpointError: it cannot be written; the disk may be full.
         """
         self._shift = shift
-        if shift is not None and len(shift) >= WIDE:
+        if shift is not None and len(shift) >= WIDE_INPUTS:
             self._file = FileRows(
                 self._folder / "shift.rows", [len(shift)], len(shift), unnamed=True
             )

@@ -120,7 +120,7 @@ def test_a_linear_makes_up_for_what_was_lost_before_it(
 def test_what_is_kept_is_taken_once(
     in_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gptaq, "WIDE", 48 if in_file else 49)
+    monkeypatch.setattr(gptaq, "WIDE_INPUTS", 48 if in_file else 49)
     kept = KeptShift(tmp_path)
     for seed in range(2):
         shift = inputs(48, 48, seed)
