@@ -35,6 +35,7 @@ from qinfer.engine.params import SamplingDefaults
 from qinfer.engine.runner import Runner
 from qinfer.engine.scheduler import Scheduler
 from qinfer.engine.static import StaticScheduler
+from qinfer.formats.kv_scales import is_kv_scale
 from qinfer.kernels.spec import KERNEL_DEVICES
 from qinfer.kvcache.pool import KVPool
 from qinfer.models.causal_lm import CausalLM
@@ -121,6 +122,7 @@ def load_engine(model: str | Path, config: EngineConfig, source: Source) -> Engi
         has_cuda=_has_cuda(),
         num_cores=host.num_cores(),
     )
+    _report_static_scales(checkpoint, resolved)
     tokenizer = load_tokenizer(path, chat_template=source.chat_template)
     opened = _open_draft(resolved, model_config, tokenizer, source)
     total_bytes = loaded_bytes(checkpoint, model_config, resolved.dtype)
@@ -212,6 +214,20 @@ def _limits(
         eos_ids=_known_ids(eos_ids(declared, tokenizer.eos_token_id), model.vocab_size),
         defaults=defaults,
     )
+
+
+def _report_static_scales(checkpoint: Checkpoint, config: EngineConfig) -> None:
+    """Tell that a checkpoint's static scales do not decide how the cache is stored.
+
+    A checkpoint that records qinfer's own scheme has them for other engines: nothing to tell.
+    """
+    if checkpoint.kv_scheme is None and any(is_kv_scale(name) for name in checkpoint.entries):
+        _log.warning(
+            "%s holds static scales of the KV cache, which are not used: a quantized cache here "
+            "has a scale for every token and head; it is stored as %s (--kv-cache-dtype)",
+            checkpoint.path,
+            config.kv_cache_dtype,
+        )
 
 
 def _known_ids(ids: frozenset[int], vocab_size: int) -> frozenset[int]:

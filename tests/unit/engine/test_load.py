@@ -2,11 +2,13 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.checkpoints import edit_json, write_tiny
 
+from qinfer import quantize
 from qinfer.engine import load
 from qinfer.engine.config import EngineConfig
 from qinfer.engine.load import Source, load_engine
@@ -69,3 +71,22 @@ def test_end_tokens_outside_the_vocabulary_are_reported_and_dropped(
         engine = load_engine(path, EngineConfig(), Source())
     assert engine.core.limits.eos_ids == {257}
     assert "[-1, 5000] are outside the vocabulary of 288" in caplog.text
+
+
+@pytest.mark.parametrize("asked", ["auto", "fp8_e4m3"])
+def test_static_scales_of_a_foreign_checkpoint_are_reported_in_one_line(
+    tiny_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, asked: str
+) -> None:
+    """Of our own checkpoint, whose record says what to use, nothing is said."""
+    path = tmp_path / "out"
+    options: dict[str, Any] = {"group_size": 32, "num_samples": 2, "seq_len": 64}
+    quantize(tiny_llama, path, format="compressed-tensors", kv_cache_dtype="fp8_e4m3", **options)
+    config = EngineConfig(kv_cache_dtype=asked)
+    with caplog.at_level(logging.WARNING):
+        load_engine(path, config, Source())
+        assert [line for line in caplog.messages if "static" in line] == []
+        edit_json(path / "config.json", qinfer_kv_cache=None)
+        load_engine(path, config, Source())
+    (line,) = [line for line in caplog.messages if "static" in line]
+    assert "static scales of the KV cache, which are not used" in line
+    assert f"stored as {'fp32' if asked == 'auto' else asked} " in line
