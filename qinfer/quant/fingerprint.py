@@ -11,6 +11,7 @@ from qinfer import __version__
 from qinfer.errors import CheckpointError
 from qinfer.quant.blockwise import linear_dtype
 from qinfer.quant.calibration import CalibrationSet
+from qinfer.quant.hessian import sum_dtype
 from qinfer.quant.job import Job
 
 FORMAT_VERSION = 1
@@ -40,16 +41,17 @@ def fingerprint(job: Job, calibration: CalibrationSet | None) -> dict[str, Any]:
         "options": options,
         "plan": _hash(json.dumps(schemes, sort_keys=True).encode()),
         "calibration_tokens": None if calibration is None else calibration.sha256,
-        "arithmetic": None if calibration is None else _arithmetic(),
+        "arithmetic": None if calibration is None else arithmetic(),
     }
 
 
-def _arithmetic() -> dict[str, str]:
+def arithmetic() -> dict[str, str]:
     """Return what decides how sums are rounded, which another machine may do otherwise."""
     return {
         "torch": torch.__version__,
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "linears": str(linear_dtype()).removeprefix("torch."),
+        "hessians": str(sum_dtype()).removeprefix("torch."),
     }
 
 

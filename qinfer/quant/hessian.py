@@ -2,12 +2,24 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from qinfer.errors import NonFiniteError, QuantizationError
+from qinfer.kernels.cpu import gram
 
 _PANEL = 128  # columns per product: only the upper triangle is summed
+
+
+def sum_dtype() -> torch.dtype:
+    """Return the type to which inputs are rounded before their products are summed in float32.
+
+    bfloat16 where the C++ library is there and the CPU multiplies it twice as fast as float32. The
+    linears, which are multiplied in bfloat16 there too, then see just what is summed.
+    """
+    return torch.bfloat16 if gram.available() else torch.float32
 
 
 class InputStatistics:
@@ -16,7 +28,7 @@ class InputStatistics:
     All linears that read the same input share one (q, k and v; gate and up). The sums are kept in
     panels of columns that are independent of each other: each may be updated by another thread,
     and as long as a panel gets its samples in order, from torch on one thread, the bits do not
-    depend on which.
+    depend on which. `sum_dtype` says to what the inputs are rounded.
 
     Wide layers make these the largest tensors of a run, so `matrix` and `cross` hand them out
     instead of copying: each can be called once, when all samples are added.
@@ -30,6 +42,7 @@ class InputStatistics:
 
     __slots__ = (
         "_cross",
+        "_dtype",
         "_sum",
         "in_features",
         "name",
@@ -40,6 +53,7 @@ class InputStatistics:
 
     def __init__(self, in_features: int, *, name: str, paired: bool = False) -> None:
         self.in_features = in_features
+        self._dtype = sum_dtype()
         # [in, in], upper triangle; None = handed out
         self._sum: torch.Tensor | None = torch.zeros(in_features, in_features)
         self._cross = torch.zeros(in_features, in_features) if paired else None
@@ -95,20 +109,22 @@ class InputStatistics:
             raise ValueError(f"{self.name}: samples are added before the sums are taken")
         run = map if executor is None else executor.map
 
-        def check(index: int) -> torch.Tensor | None:
+        def operands(index: int) -> _Operands:
+            difference = None
             sample = first + index
             check_finite(xs[index], name=f"the input of {self.name}", sample=sample)
-            if index >= len(fulls):
-                return None
-            difference = fulls[index].float() - xs[index]
-            check_finite(difference, name=f"the unquantized input of {self.name}", sample=sample)
-            return difference
+            if index < len(fulls):
+                difference = fulls[index].float() - xs[index]
+                name = f"the unquantized input of {self.name}"
+                check_finite(difference, name=name, sample=sample)
+            return _operands(xs[index].float(), difference, self._dtype)
 
-        differences = list(run(check, range(len(xs))))
+        samples = list(run(operands, range(len(xs))))
 
         def update(panel: int) -> None:
-            for x, difference in zip(xs, differences, strict=True):
-                _update(sums, crosses, panel, x.float(), difference)
+            columns = slice(panel * _PANEL, min((panel + 1) * _PANEL, self.in_features))
+            for sample in samples:
+                sample.add(sums, crosses, columns)
 
         for _ in run(update, range(self.num_panels)):
             pass  # waits, and raises what an update raised
@@ -167,19 +183,47 @@ def _completed(matrix: torch.Tensor, num_tokens: int) -> torch.Tensor:
     return matrix
 
 
-def _update(
-    sums: torch.Tensor,
-    crosses: torch.Tensor | None,
-    panel: int,
-    X: torch.Tensor,
-    difference: torch.Tensor | None,
-) -> None:
-    """Add one sample to the columns of one panel."""
-    columns = slice(panel * _PANEL, (panel + 1) * _PANEL)
-    left = X[:, columns].T
-    sums[columns, columns.start :].addmm_(left, X[:, columns.start :])
-    if crosses is not None and difference is not None:
-        crosses[columns].addmm_(difference[:, columns].T, X)
+class _Operands(Protocol):
+    """One sample, ready to be added."""
+
+    def add(self, sums: torch.Tensor, crosses: torch.Tensor | None, columns: slice) -> None:
+        """Add the sample to the columns of one panel."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Float32:
+    """The inputs, and what they lack of those of the unquantized model; `[tokens, in]`."""
+
+    X: torch.Tensor
+    difference: torch.Tensor | None
+
+    def add(self, sums: torch.Tensor, crosses: torch.Tensor | None, columns: slice) -> None:
+        X = self.X
+        sums[columns, columns.start :].addmm_(X[:, columns].T, X[:, columns.start :])
+        if crosses is not None and self.difference is not None:
+            crosses[columns].addmm_(self.difference[:, columns].T, X)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _BFloat16:
+    """The same, rounded and packed."""
+
+    X: gram.PackedRows
+    difference: gram.PackedRows | None
+
+    def add(self, sums: torch.Tensor, crosses: torch.Tensor | None, columns: slice) -> None:
+        rows = (columns.start, columns.stop)
+        gram.add(sums, self.X, self.X, rows=rows, upper=True)
+        if crosses is not None and self.difference is not None:
+            gram.add(crosses, self.difference, self.X, rows=rows)
+
+
+def _operands(X: torch.Tensor, difference: torch.Tensor | None, dtype: torch.dtype) -> _Operands:
+    if dtype == torch.float32:
+        return _Float32(X, difference)
+    packed = None if difference is None else gram.pack(difference.contiguous())
+    return _BFloat16(gram.pack(X.contiguous()), packed)
 
 
 def check_finite(values: torch.Tensor, *, name: str, sample: int) -> None:

@@ -38,7 +38,7 @@ from qinfer.quant.conditioner import (
 )
 from qinfer.quant.config import QuantizeConfig
 from qinfer.quant.experts import under_seen
-from qinfer.quant.fingerprint import fingerprint
+from qinfer.quant.fingerprint import arithmetic, fingerprint
 from qinfer.quant.job import Job, OnProgress, Progress, block_name, prepare
 from qinfer.quant.report import REPORT_NAME, ModuleRow, QuantProgress, QuantReport, Sizes
 from qinfer.quant.solver import plain_row
@@ -288,6 +288,7 @@ def _report(
         scheme=str(job.plan.scheme),
         rows=rows,
         calibration=None if calibration is None else calibration.to_dict(),
+        arithmetic=None if calibration is None else arithmetic(),
         sizes=Sizes(
             source_bytes=job.source.total_bytes,
             output_bytes=job.planned_bytes(),

@@ -87,6 +87,7 @@ class QuantReport:
         rows: every linear, in the model's order.
         calibration: what text was used; None for `rtn`.
         sizes: bytes before and after.
+        arithmetic: what decided how the sums of the calibration were rounded; None without one.
         under_seen_experts: experts that few calibration tokens reached, with their counts.
         conditioning: what KV conditioning did.
         allocation: how bits were chosen module by module.
@@ -101,6 +102,7 @@ class QuantReport:
     rows: tuple[ModuleRow, ...]
     calibration: dict[str, Any] | None
     sizes: Sizes
+    arithmetic: dict[str, str] | None = None
     under_seen_experts: dict[str, Any] = field(default_factory=dict)
     conditioning: dict[str, Any] = field(default_factory=dict)
     allocation: dict[str, Any] = field(default_factory=dict)
@@ -132,6 +134,7 @@ class QuantReport:
             "config": self.config,
             "scheme": self.scheme,
             "calibration": self.calibration,
+            "arithmetic": self.arithmetic,
             "error_of": "outputs" if self.config["algorithm"] == "gptq" else "weights",
             "mean_error": self.mean_error,
             "num_modules": len(self.rows),

@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from qinfer.kernels.cpu.faults import FaultsArgs
+from qinfer.kernels.cpu.gram import GramArgs
 from qinfer.kernels.cpu.native import WeightArgs
 from qinfer.kernels.cpu.paged import AttentionArgs, RopeStoreArgs
 from qinfer.kernels.cpu.program import (
@@ -50,7 +51,7 @@ for draw in DRAWS:
 
 SIZES = st.sampled_from([0, 1, 2, 3, 8, 16, 31, 32, 33, 48, 64, -1, -32, -(2**31)])
 CHOICES = st.integers(-1, 6)  # kinds, types and flags
-CHOSEN = {"kind", "dtype", "scale_dtype", "bits", "tiled"}
+CHOSEN = {"kind", "dtype", "scale_dtype", "bits", "tiled", "upper"}
 FLOATS = st.sampled_from([0.0, 1e-5, 1.0, float("nan"), -1.0])
 # What a field holds that is not spoiled; 64 if it is not here.
 GOOD = {
@@ -75,9 +76,25 @@ GOOD = {
     "num_heads": [4, 6],
     "block_size": [1, 16],
     "sliding_window": [0, 1, 5],
+    "tokens": [1, 5, 64],
+    "columns": [17, 64],
+    "stride": [64, 70],
+    "upper": [0, 1],
 }
 WRITTEN = (
-    *("qkv", "out", "groups", "k", "v", "k_scales", "v_scales", "tiles", "scratch"),
+    *(
+        "qkv",
+        "out",
+        "groups",
+        "k",
+        "v",
+        "k_scales",
+        "v_scales",
+        "tiles",
+        "scratch",
+        "packed",
+        "sums",
+    ),
     *("bad_layers", "token_notes", "row_notes"),
 )
 POINTERS = dict.fromkeys(WRITTEN, OUTPUT.data_ptr()) | {
@@ -260,6 +277,38 @@ def fuzz_tiling(library: ctypes.CDLL, data: st.DataObject) -> None:
         assert set(statuses) == {BAD_ARGUMENT}
 
 
+def fuzz_gram(library: ctypes.CDLL, isa: str) -> Callable[[st.DataObject], None]:
+    """Return a property: rows are packed and their products added, or none of both."""
+
+    def check(data: st.DataObject) -> None:
+        filler = Filler(data, frozenset())
+        x, packed = filler.pointer("x"), filler.pointer("packed")
+        tokens, columns, stride = (filler.integer(name) for name in ("tokens", "columns", "stride"))
+        say(f"{isa} pack", filler.values)
+        status = library.qinfer_pack_pairs(
+            ctypes.c_void_p(x),
+            *(ctypes.c_int64(size) for size in (tokens, columns, stride)),
+            ctypes.c_void_p(packed),
+        )
+        assert status in STATUSES
+        if filler.missing or tokens < 0 or columns < 1 or stride < columns or isa != "avx512":
+            assert status == BAD_ARGUMENT
+        args, filler = GramArgs(), Filler(data, frozenset())
+        filler.fill(args)
+        begin, end = (data.draw(st.one_of(SIZES, st.sampled_from([0, 16, 64]))) for _ in range(2))
+        there = data.draw(st.sampled_from([True, True, True, False]))
+        say(f"{isa} gram {there} {begin}:{end}", filler.values)
+        status = library.qinfer_add_gram(
+            ctypes.byref(args) if there else None, ctypes.c_int64(begin), ctypes.c_int64(end)
+        )
+        assert status in STATUSES
+        outside = begin < 0 or begin % 16 or end < begin or end > args.left_columns
+        if filler.missing or not there or outside or isa != "avx512":
+            assert status == BAD_ARGUMENT
+
+    return check
+
+
 def fuzz_others(library: ctypes.CDLL, data: st.DataObject) -> None:
     """Ask for scratch, instruction sets and programs that cannot be."""
     extreme = st.one_of(SIZES, st.sampled_from([-(2**31), 2**31 - 1]))
@@ -308,6 +357,7 @@ def main(path: str, examples: int) -> None:
         for kind in OpKind:
             run(fuzz_op(library, kind, isa))
         run(lambda data: fuzz_dequantize(library, data))
+        run(fuzz_gram(library, isa))
     run(lambda data: fuzz_tiling(library, data))
     run(lambda data: fuzz_others(library, data))
 

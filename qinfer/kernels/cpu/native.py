@@ -18,7 +18,7 @@ from qinfer.errors import ConfigError
 from qinfer.formats.weight import QuantizedWeight
 from qinfer.kernels import cpu
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 LIBRARY_NAME = "libqinfer_cpu.so"
 # By the width of the codes, the bits that one takes in memory.
 HELD_BITS = {2: 4, 3: 4, 4: 4, 8: 8}
@@ -258,6 +258,14 @@ def _declare(handle: ctypes.CDLL) -> None:
         ctypes.c_void_p,
         ctypes.c_int32,
     )
+    handle.qinfer_pack_pairs.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_void_p,
+    )
+    handle.qinfer_add_gram.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
     handle.qinfer_run.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32)
 
 

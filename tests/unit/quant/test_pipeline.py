@@ -24,7 +24,7 @@ from qinfer.errors import (
 )
 from qinfer.formats.weight import QuantizedWeight
 from qinfer.models.config import ModelConfig, linear_shapes
-from qinfer.quant import block_run, blockwise, gptq, rtn
+from qinfer.quant import block_run, blockwise, gptq, hessian, rtn
 from qinfer.quant import dense as dense_block
 from qinfer.quant.calibration import load_calibration
 from qinfer.quant.pipeline import quantize
@@ -98,6 +98,7 @@ def test_every_module_is_solved_on_what_came_before_it_g15(
     monkeypatch.setattr(block_run, "solver_options", lambda _: plain)
     # What counts here is what reaches a linear, not how its products are rounded.
     monkeypatch.setattr(blockwise, "linear_dtype", lambda: torch.float32)
+    monkeypatch.setattr(hessian, "sum_dtype", lambda: torch.float32)
     source = write_tiny(tmp_path / "source", family)
     quantize(source, tmp_path / "out", **SMALL, act_order=act_order, gptaq=False)
     written, original = read_weights(tmp_path / "out"), read_weights(source)

@@ -191,12 +191,13 @@ def test_another_text_or_another_model_is_refused(source: Path, tmp_path: Path) 
         quantize(other, tmp_path / "out", **SMALL, calibration=text)
 
 
+@pytest.mark.parametrize(("function", "what"), [("linear", "linears"), ("sum", "hessians")])
 def test_another_machine_that_rounds_otherwise_is_refused(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, what: str
 ) -> None:
     interrupted(source, tmp_path / "out", after="layers.1.")
-    monkeypatch.setattr("qinfer.quant.fingerprint.linear_dtype", lambda: torch.float16)
-    with pytest.raises(ConfigError, match=r"differs in arithmetic\.linears \(.*float16"):
+    monkeypatch.setattr(f"qinfer.quant.fingerprint.{function}_dtype", lambda: torch.float16)
+    with pytest.raises(ConfigError, match=rf"differs in arithmetic\.{what} \(.*float16"):
         quantize(source, tmp_path / "out", **SMALL)
 
 

@@ -7,6 +7,7 @@
 
 #include <stdint.h>
 
+#include "gram.h"
 #include "program.h"
 
 namespace qinfer {
@@ -18,9 +19,16 @@ using DequantizeRows = void (*)(const qinfer_weight& weight, int64_t row_begin, 
 // One thread's share of an op; see program.h.
 using OpFunction = void (*)(const void* args, int32_t thread, int32_t threads);
 
+// See gram.h.
+using PackPairs = void (*)(const float* x, int64_t tokens, int64_t columns, int64_t stride,
+                           uint16_t* packed);
+using AddGram = void (*)(const qinfer_gram& gram, int64_t row_begin, int64_t row_end);
+
 struct Kernels {
   const char* isa;
   DequantizeRows dequantize_rows;
+  PackPairs pack_pairs;  // NULL where the set has no products of bf16 pairs, as the next
+  AddGram add_gram;
   OpFunction ops[QINFER_OP_KINDS];  // NULL where the set has no such op
 };
 
@@ -29,6 +37,9 @@ struct Kernels {
   extern const Kernels kernels;                                                               \
   void dequantize_rows(const qinfer_weight& weight, int64_t row_begin, int64_t row_end,       \
                        int32_t dtype, void* out);                                             \
+  void pack_pairs(const float* x, int64_t tokens, int64_t columns, int64_t stride,            \
+                  uint16_t* packed);                                                          \
+  void add_gram(const qinfer_gram& gram, int64_t row_begin, int64_t row_end);                 \
   void linear(const void* args, int32_t thread, int32_t threads);                             \
   void linear_bf16(const void* args, int32_t thread, int32_t threads);                        \
   void embed(const void* args, int32_t thread, int32_t threads);                              \

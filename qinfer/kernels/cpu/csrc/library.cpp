@@ -7,6 +7,7 @@
 
 #include "active.h"
 #include "attention.h"
+#include "gram.h"
 #include "linear.h"
 #include "ops.h"
 #include "sample.h"
@@ -203,6 +204,22 @@ bool valid_as(const qinfer_op& op) {
   return valid(*static_cast<const Args*>(op.args));
 }
 
+bool valid(const qinfer_gram& gram) {
+  return given_at(gram.left, kAlignment) && given_at(gram.right, kAlignment) && given(gram.sums) &&
+         gram.tokens >= 0 && gram.left_columns > 0 && gram.right_columns > 0 &&
+         gram.stride >= gram.right_columns && (gram.upper == 0 || gram.upper == 1) &&
+         (gram.upper == 0 || gram.left_columns == gram.right_columns);
+}
+
+// Whether the machine multiplies pairs of bf16, which its instruction set does not say.
+bool has_bf16() {
+#if defined(QINFER_HAS_AVX512)
+  return __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
 // native.py and program.py describe these structs to ctypes; their tests name the same sizes.
 static_assert(sizeof(qinfer_op) == 16 && sizeof(qinfer_int8_rows) == 16, "see program.py");
 static_assert(sizeof(qinfer_embed) == 48 && sizeof(qinfer_norm) == 80, "see program.py");
@@ -210,6 +227,7 @@ static_assert(sizeof(qinfer_silu_mul) == 48 && sizeof(qinfer_quantize) == 40, "s
 static_assert(sizeof(qinfer_gather) == 40 && sizeof(qinfer_argmax) == 32, "see program.py");
 static_assert(sizeof(qinfer_tiled_weight) == 64 && sizeof(qinfer_linear) == 144, "see tiled.py");
 static_assert(sizeof(qinfer_faults) == 64, "see faults.py");
+static_assert(sizeof(qinfer_gram) == 64, "see gram.py");
 static_assert(sizeof(qinfer_draw) == 72 && sizeof(qinfer_sample) == 48, "see sampling.py");
 
 }  // namespace
@@ -218,11 +236,7 @@ const Kernels* active() { return chosen(); }
 
 bool has_op(int32_t kind) {
   if (kind <= 0 || kind >= QINFER_OP_KINDS || active()->ops[kind] == nullptr) return false;
-#if defined(QINFER_HAS_AVX512)
-  // The only op that needs more than its instruction set says.
-  if (kind == QINFER_OP_LINEAR_BF16) return __builtin_cpu_supports("avx512bf16");
-#endif
-  return true;
+  return kind != QINFER_OP_LINEAR_BF16 || has_bf16();
 }
 
 bool valid_op(const qinfer_op& op) {
@@ -281,6 +295,29 @@ int32_t qinfer_dequantize(const qinfer_weight* weight, int64_t row_begin, int64_
     qinfer::active()->dequantize_rows(*weight, row_begin + begin, row_begin + end, dtype,
                                       static_cast<char*>(out) + begin * row_bytes);
   });
+  return QINFER_OK;
+}
+
+int32_t qinfer_has_gram(void) {
+  return qinfer::active()->add_gram != nullptr && qinfer::has_bf16() ? 1 : 0;
+}
+
+int32_t qinfer_pack_pairs(const float* x, int64_t tokens, int64_t columns, int64_t stride,
+                          uint16_t* packed) {
+  if (qinfer_has_gram() == 0 || !qinfer::given(x) || tokens < 0 || columns <= 0 ||
+      stride < columns || !qinfer::given_at(packed, qinfer::kAlignment)) {
+    return QINFER_BAD_ARGUMENT;
+  }
+  qinfer::active()->pack_pairs(x, tokens, columns, stride, packed);
+  return QINFER_OK;
+}
+
+int32_t qinfer_add_gram(const qinfer_gram* gram, int64_t row_begin, int64_t row_end) {
+  if (qinfer_has_gram() == 0 || !qinfer::given(gram) || !qinfer::valid(*gram) || row_begin < 0 ||
+      row_begin % QINFER_GRAM_PANEL != 0 || row_end < row_begin || row_end > gram->left_columns) {
+    return QINFER_BAD_ARGUMENT;
+  }
+  qinfer::active()->add_gram(*gram, row_begin, row_end);
   return QINFER_OK;
 }
 

@@ -11,7 +11,7 @@
 #define QINFER_API __attribute__((visibility("default")))
 #endif
 
-#define QINFER_ABI_VERSION 7
+#define QINFER_ABI_VERSION 8
 
 #ifdef __cplusplus
 extern "C" {

@@ -6,9 +6,9 @@
 
 // Products of bf16 pairs are compiled for AVX512 only.
 #if defined(QINFER_BF16)
-#define QINFER_LINEAR_BF16 linear_bf16
+#define QINFER_IF_BF16(function) function
 #else
-#define QINFER_LINEAR_BF16 nullptr
+#define QINFER_IF_BF16(function) nullptr
 #endif
 
 namespace qinfer {
@@ -17,8 +17,10 @@ namespace QINFER_ISA {
 const Kernels kernels = {
     QINFER_STRING(QINFER_ISA),
     dequantize_rows,
+    QINFER_IF_BF16(pack_pairs),
+    QINFER_IF_BF16(add_gram),
     {nullptr, linear, embed, norm, silu_mul, quantize, gather, rope_store, attention, merge,
-     argmax, sample, faults, QINFER_LINEAR_BF16},
+     argmax, sample, faults, QINFER_IF_BF16(linear_bf16)},
 };
 
 }  // namespace QINFER_ISA
