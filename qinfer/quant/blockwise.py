@@ -170,10 +170,15 @@ class BlockRunner:
         count, threads = len(self._lengths), self._workers.threads
         width = readers[0].in_features if readers else 1
         sample_bytes = 4 * width * max(self._lengths) * len(streams)
-        size = threads * max(1, min(_MAX_SAMPLES, _GROUP_BYTES // sample_bytes))
+        size = threads * samples_at_once(sample_bytes)
         for first, last in ((0, pairs), (pairs, count)):
             for start in range(first, last, size):
                 yield range(start, min(start + size, last))
+
+
+def samples_at_once(sample_bytes: int) -> int:
+    """Return of how many samples, whose inputs take so much, a thread holds the inputs."""
+    return max(1, min(_MAX_SAMPLES, _GROUP_BYTES // sample_bytes))
 
 
 def linear_dtype() -> torch.dtype:

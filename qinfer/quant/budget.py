@@ -11,7 +11,7 @@ from qinfer.errors import CapacityError
 from qinfer.kernels.cpu.arena import release_freed, return_freed
 from qinfer.models.config import ModelConfig, block_linear_shapes
 from qinfer.quant.allocation import NUM_WINDOWS
-from qinfer.quant.blockwise import linear_dtype
+from qinfer.quant.blockwise import linear_dtype, samples_at_once
 from qinfer.quant.calibration import CalibrationSet
 from qinfer.quant.gptaq import WIDE_INPUTS
 from qinfer.quant.head_gradient import ROWS as HEAD_ROWS
@@ -141,7 +141,11 @@ def _work_bytes(job: Job, longest: int, threads: int) -> int:
     """Return what a block takes while it is calibrated, without the samples' stored states."""
     streams = 2 if job.config.gptaq else 1
     widest = max(max(shape) for shape in _shapes(job))
-    samples = threads * streams * _SAMPLE_TENSORS * longest * widest * _FLOAT_BYTES
+    sample = streams * longest * widest * _FLOAT_BYTES
+    group = samples_at_once(sample) * sample
+    # While the last of a group is computed, or while the products of all are summed: then there
+    # are half as large copies beside them, of the inputs in bfloat16 or of the pairs' differences.
+    samples = threads * max((_SAMPLE_TENSORS - 1) * sample + group, group + group // 2)
     solving = 0
     paired = (streams - 1) * _FLOAT_BYTES
     for inputs, outputs in _shapes(job):

@@ -61,7 +61,8 @@ class DenseStages:
             q, k = self._norm(stream, _Q_NORM, q), self._norm(stream, _K_NORM, k)
         cos, sin = self._rotary.cos[: len(x)], self._rotary.sin[: len(x)]
         q, k = reference.rotate(q, cos, sin), reference.rotate(k, cos, sin)
-        mixed = causal_attention(q, k, v, self._window).flatten(1)
+        dtype = stream.weights[QKV[0]].dtype
+        mixed = causal_attention(q, k, v, self._window, dtype=dtype).flatten(1)
         stream.wide.write(sample, mixed)
         return mixed
 
