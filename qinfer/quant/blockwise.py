@@ -185,7 +185,8 @@ def linear_dtype() -> torch.dtype:
     """Return the type in which linears are multiplied while calibrating.
 
     bfloat16 where the CPU multiplies it twice as fast as float32 (with float32 sums): its rounding
-    is a small part of what quantizing does to the activations. All else is float32.
+    is a small part of what quantizing does to the activations. Attention mixes its values so too;
+    `hessian.sum_dtype` says what Hessians are summed from.
     """
     bf16 = torch.cpu.get_capabilities().get("avx512_bf16", False)
     return torch.bfloat16 if bf16 else torch.float32

@@ -122,6 +122,7 @@ def test_gptaq_aims_at_the_outputs_of_the_unquantized_model(
     plain = SolverOptions(scale_search="absmax", passes=0)
     monkeypatch.setattr(block_run, "solver_options", lambda _: plain)
     monkeypatch.setattr(blockwise, "linear_dtype", lambda: torch.float32)
+    monkeypatch.setattr(hessian, "sum_dtype", lambda: torch.float32)
     source = write_tiny(tmp_path / "source")
     quantize(source, tmp_path / "out", **SMALL, gptaq_samples=paired)
     written, original = read_weights(tmp_path / "out"), read_weights(source)
