@@ -10,6 +10,8 @@ from qinfer.kernels.reference import TORCH_KV_DTYPES
 from qinfer.kernels.spec import PagedKV
 from qinfer.kvcache.layout import KVLayout
 
+_CACHE_LINE = 64
+
 
 class KVPool:
     """Blocks of keys and values for every layer, zero at first.
@@ -66,12 +68,15 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Ten
     """Return zeros; on the CPU in pages that become resident when they are first written.
 
     numpy asks the system for zeroed pages, where torch would write every byte: a pool for many
-    long sequences then costs what is in it.
+    long sequences then costs what is in it. The first element begins a cache line, so that no key
+    of 64 bytes lies in two of them.
     """
     if device != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+    room = np.zeros(num_bytes + _CACHE_LINE, dtype=np.uint8)
+    start = -room.ctypes.data % _CACHE_LINE
+    return torch.from_numpy(room[start : start + num_bytes]).view(dtype).view(shape)
 
 
 def _tensors(layer: PagedKV) -> list[torch.Tensor]:

@@ -37,6 +37,17 @@ def test_copies_carry_codes_and_scales_of_every_layer(kv: str) -> None:
     assert all((part == 0).all() for part in pool.snapshot([0]))
 
 
+def test_every_tensor_begins_a_cache_line() -> None:
+    """Or each key of 64 bytes would lie in two of them."""
+    pool = KVPool(KVLayout(5, 2, 64, KV_SCHEMES["int8"]), 4099)
+    for index in range(5):
+        layer = pool.layer(index)
+        assert layer.k_scales is not None
+        assert layer.v_scales is not None
+        parts = (layer.k, layer.v, layer.k_scales, layer.v_scales)
+        assert [part.data_ptr() % 64 for part in parts] == [0] * 4
+
+
 GROWTH = """
 import resource
 from pathlib import Path

@@ -11,6 +11,7 @@
 
 #include "kernels.h"
 #include "linear_units.h"
+#include "rows.h"
 
 namespace qinfer {
 namespace QINFER_ISA {
@@ -24,6 +25,8 @@ constexpr int64_t kFewBytes = 20 << 10;
 // Weights are asked for so far ahead that they arrive in time. For one token the hardware does it
 // better alone.
 constexpr int64_t kPrefetchBytes = 2048;
+template <int Bits>
+constexpr int64_t kStepBytes = kStep * kLanes * Bits / 8;  // of a tile
 
 // --- the scales of a group -----------------------------------------------------------------------
 
@@ -61,6 +64,19 @@ struct FewRows {
   int32_t centers[Rows];
 };
 
+// Weights that are asked for while others are at work: `bytes` more with each step. Into the second
+// level of cache (locality 2), for the first holds what is at work.
+struct Ahead {
+  const uint8_t* next;
+  int64_t bytes;
+
+  // Always inlined, because GCC drops calls of a function that does nothing but prefetch.
+  __attribute__((always_inline)) void advance() {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(next + i, 0, 2);
+    next += bytes;
+  }
+};
+
 // partial[r] += x_scale * integer sum, for the kStep columns of one step of a tile. Group is
 // qinfer_int8_group or FewRows. (The loops over rows are unrolled so that all sums stay in registers.)
 template <int Bits, int Rows, bool Affine, typename Group>
@@ -74,7 +90,6 @@ inline void int8_step(const uint8_t* tile, const Group& x, Floats (&partial)[Row
   }
 #pragma GCC unroll 8
   for (int i = 0; i < kLoads; ++i) {
-    if (Rows > 1) __builtin_prefetch(tile + i * 64 + kPrefetchBytes);
     Codes codes[kParts];
     load_codes(tile + i * 64, codes);
 #pragma GCC unroll 2
@@ -94,12 +109,12 @@ inline void int8_step(const uint8_t* tile, const Group& x, Floats (&partial)[Row
 
 // Rows tokens from `token` on, whose groups are `x`, times one tile.
 template <int Bits, int Rows, bool Affine, typename Group>
-inline void int8_tile(const qinfer_linear& op, const Group* x, int64_t token, int64_t tile) {
-  constexpr int64_t kStepBytes = kStep * kLanes * Bits / 8;
+inline void int8_tile(const qinfer_linear& op, const Group* x, int64_t token, int64_t tile,
+                      Ahead ahead) {
   const qinfer_tiled_weight& w = op.weight;
   const int64_t steps = w.in_features / kStep, group_steps = w.group_size / kStep;
   const int64_t groups = ceil_div(steps, group_steps);
-  const uint8_t* data = static_cast<const uint8_t*>(w.data) + tile * steps * kStepBytes;
+  const uint8_t* data = static_cast<const uint8_t*>(w.data) + tile * steps * kStepBytes<Bits>;
   int64_t entry = tile * groups * kLanes;  // of the group's scales
 
   // The lines to be written lie far apart; asked for now, they are here when the sums are.
@@ -116,7 +131,8 @@ inline void int8_tile(const qinfer_linear& op, const Group* x, int64_t token, in
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) partial[r] = fill(0.0f);
     const int64_t end = smaller(steps, begin + group_steps);
-    for (int64_t step = begin; step < end; ++step, data += kStepBytes) {
+    for (int64_t step = begin; step < end; ++step, data += kStepBytes<Bits>) {
+      ahead.advance();
       int8_step<Bits, Rows, Affine>(data, x[step], partial);
       if (!Affine) continue;
       for (int r = 0; r < Rows; ++r) sums[r] += x[step].sums[r];
@@ -135,13 +151,14 @@ inline void int8_tile(const qinfer_linear& op, const Group* x, int64_t token, in
 
 // Tokens [begin, begin + Rows), all of one row block, times one tile.
 template <int Bits, int Rows, bool Affine>
-void int8_block(const qinfer_linear& op, int64_t begin, int64_t tile) {
+void int8_block(const qinfer_linear& op, int64_t begin, int64_t tile, Ahead ahead) {
   const int64_t steps = op.weight.in_features / kStep;
   const qinfer_int8_group* block = op.int8_rows->groups + begin / QINFER_ROW_BLOCK * steps;
-  int8_tile<Bits, Rows, Affine>(op, from_row(block, begin % QINFER_ROW_BLOCK), begin, tile);
+  int8_tile<Bits, Rows, Affine>(op, from_row(block, begin % QINFER_ROW_BLOCK), begin, tile,
+                              ahead);
 }
 
-using Int8Block = void (*)(const qinfer_linear& op, int64_t begin, int64_t tile);
+using Int8Block = void (*)(const qinfer_linear& op, int64_t begin, int64_t tile, Ahead ahead);
 
 template <int Bits, bool Affine, int Rows = kRows>
 inline Int8Block int8_block_for(int64_t rows) {
@@ -153,10 +170,19 @@ inline Int8Block int8_block_for(int64_t rows) {
   }
 }
 
+// Each pass over a tile takes kRows tokens and asks for its part of the tile that follows: a tile
+// that were asked for in the first pass alone would come at the memory's pace while later passes,
+// which find it in the cache, leave the memory idle.
 template <int Bits, bool Affine>
 void int8_unit(const qinfer_linear& op, int64_t begin, int64_t end, int64_t tile, int64_t) {
-  for (int64_t token = begin; token < end; token += kRows) {
-    int8_block_for<Bits, Affine>(end - token)(op, token, tile);
+  const int64_t steps = op.weight.in_features / kStep;
+  const uint8_t* next =
+      static_cast<const uint8_t*>(op.weight.data) + (tile + 1) * steps * kStepBytes<Bits>;
+  const int64_t lines = ceil_div(kStepBytes<Bits> / 64, ceil_div(end - begin, kRows));
+  const uint8_t* stop = next + steps * kStepBytes<Bits>;
+  for (int64_t token = begin; token < end; token += kRows, next += steps * lines * 64) {
+    const Ahead ahead{next, next < stop ? lines * 64 : 0};
+    int8_block_for<Bits, Affine>(end - token)(op, token, tile, ahead);
   }
 }
 
@@ -172,8 +198,11 @@ void int8_few(const qinfer_linear& op, int64_t begin, int64_t end) {
     __builtin_memcpy(x[step].sums, group.sums, sizeof x[step].sums);
     __builtin_memcpy(x[step].centers, group.centers, sizeof x[step].centers);
   }
+  const uint8_t* data = static_cast<const uint8_t*>(op.weight.data) + kPrefetchBytes;
+  const int64_t tile_bytes = op.weight.in_features / kStep * kStepBytes<Bits>;
   for (int64_t tile = begin; tile < end; ++tile) {
-    int8_tile<Bits, Rows, Affine>(op, x, 0, tile);
+    const Ahead ahead{data + tile * tile_bytes, Rows > 1 ? kStepBytes<Bits> : 0};
+    int8_tile<Bits, Rows, Affine>(op, x, 0, tile, ahead);
   }
 }
 
@@ -418,18 +447,25 @@ void linear(const void* args, int32_t thread, int32_t threads) {
   const qinfer_linear& op = *static_cast<const qinfer_linear*>(args);
   const int64_t tokens = *op.num_tokens;
   if (tokens <= 0) return;
-  const int64_t tiles = ceil_div(op.weight.out_features, kLanes);
-  Unit unit = float_unit;
-  if (op.int8_rows != nullptr) {
-    const Int8Functions functions = int8_functions(op.weight);
-    if (const Int8Few few = functions.few_for(tokens, op.weight.in_features)) {
-      few(op, tiles * thread / threads, tiles * (thread + 1) / threads);
-      return;
-    }
-    unit = functions.unit;
+  const int64_t columns = op.weight.in_features;
+  if (op.int8_rows == nullptr) {
+    const int64_t block = block_tokens(tokens, columns * int64_t{sizeof(float)});
+    for_units(op, block, kFloatTiles, float_unit, thread, threads);
+    return;
   }
-  const int64_t row_bytes = op.weight.in_features * (op.int8_rows ? 1 : sizeof(float));
-  for_units(op, row_bytes, op.int8_rows ? 1 : kFloatTiles, unit, thread, threads);
+  const Int8Functions functions = int8_functions(op.weight);
+  if (const Int8Few few = functions.few_for(tokens, columns)) {
+    const int64_t tiles = ceil_div(op.weight.out_features, kLanes);
+    few(op, tiles * thread / threads, tiles * (thread + 1) / threads);
+    return;
+  }
+  int64_t block = block_tokens(tokens, columns);
+  // All threads read all of the weights then. They are few bytes for what is computed with them;
+  // those of float linears are not.
+  if (by_rows(tokens, threads)) {
+    block = smaller(block, ceil_div(tokens, QINFER_ROW_BLOCK) / threads * QINFER_ROW_BLOCK);
+  }
+  for_units(op, block, 1, functions.unit, thread, threads);
 }
 
 }  // namespace QINFER_ISA

@@ -114,7 +114,8 @@ void unit(const qinfer_linear& op, int64_t begin, int64_t end, int64_t tile, int
 void linear_bf16(const void* args, int32_t thread, int32_t threads) {
   const qinfer_linear& op = *static_cast<const qinfer_linear*>(args);
   if (*op.num_tokens <= 0) return;
-  for_units(op, op.weight.in_features * int64_t{sizeof(float)}, kTiles, unit, thread, threads);
+  const int64_t block = block_tokens(*op.num_tokens, op.weight.in_features * int64_t{sizeof(float)});
+  for_units(op, block, kTiles, unit, thread, threads);
 }
 
 }  // namespace QINFER_ISA

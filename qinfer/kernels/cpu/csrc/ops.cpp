@@ -9,6 +9,7 @@
 #include "int8.h"
 #include "kernels.h"
 #include "numbers.h"
+#include "rows.h"
 
 namespace qinfer {
 namespace QINFER_ISA {
@@ -27,11 +28,11 @@ struct Share {
   int64_t column_end;
 };
 
-// Many rows are cut between blocks of rows, in which they are stored quantized; of few rows every
-// thread takes some groups of columns, so that none is idle.
+// Many rows, and those that threads share equally, are cut between blocks of rows, in which they are
+// stored quantized; of few rows every thread takes some groups of columns, so that none is idle.
 inline Share share(int64_t rows, int64_t columns, int32_t thread, int32_t threads) {
   const int64_t blocks = (rows + QINFER_ROW_BLOCK - 1) / QINFER_ROW_BLOCK;
-  if (blocks >= 4 * threads) {
+  if (blocks >= 4 * threads || by_rows(rows, threads)) {
     return {blocks * thread / threads * QINFER_ROW_BLOCK,
             at_most(blocks * (thread + 1) / threads * QINFER_ROW_BLOCK, rows), 0, columns};
   }
@@ -229,7 +230,7 @@ void gather(const void* args, int32_t thread, int32_t threads) {
 void argmax(const void* args, int32_t thread, int32_t threads) {
   const qinfer_argmax& op = *static_cast<const qinfer_argmax*>(args);
   const int64_t rows = *op.num_rows;
-  for (int64_t row = thread; row < rows; row += threads) {
+  for (int64_t row = rows * thread / threads; row < rows * (thread + 1) / threads; ++row) {
     op.out[row] = argmax_row(op.x + row * op.size, op.size);
   }
 }

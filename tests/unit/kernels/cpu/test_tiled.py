@@ -13,7 +13,8 @@ from qinfer.kernels.cpu.program import Int8Buffer, OpKind, Program
 from qinfer.kernels.spec import LinearSpec
 from qinfer.schemes import WeightScheme
 
-ROWS = (1, 2, 5, 8, 33, 257)
+ROWS = (1, 2, 5, 8, 32, 33, 48, 257)
+THREADS = (1, 2, 3, 1, 2, 2, 3, 3)  # of 32 and of 48 rows each thread takes an equal part
 
 needs_library = pytest.mark.skipif(
     native.load() is None, reason="the C++ kernels are not built or are switched off"
@@ -140,7 +141,7 @@ def test_codes_match_the_reference_for_any_number_of_rows(isa, scheme, store, sh
     for mode, reference in references.items():
         whole = tiled.run_linear(tiles, x, activations=mode, bias=bias)
         assert_near(whole, reference + bias)
-        for rows, threads in zip(ROWS, (1, 2, 3, 1, 2, 3), strict=True):
+        for rows, threads in zip(ROWS, THREADS, strict=True):
             part = tiled.run_linear(tiles, x[:rows], activations=mode, bias=bias, threads=threads)
             assert torch.equal(part, whole[:rows]), (mode, rows)
 
@@ -152,7 +153,7 @@ def test_dense_weights_match_the_reference_for_any_number_of_rows(isa, dtype, sh
     tiles, x = tiling.tile(weight), activations(max(ROWS), shape[1])
     whole = tiled.run_linear(tiles, x, activations="exact")
     assert_near(whole, x @ weight.float().T)
-    for rows, threads in zip(ROWS, (1, 2, 3, 1, 2, 3), strict=True):
+    for rows, threads in zip(ROWS, THREADS, strict=True):
         part = tiled.run_linear(tiles, x[:rows], activations="exact", threads=threads)
         assert torch.equal(part, whole[:rows])
 

@@ -7,7 +7,8 @@ from qinfer.errors import ConfigError, QinferError
 from qinfer.kernels.cpu import tiled, tiling
 from qinfer.kernels.cpu.program import OpKind, Program
 
-ROWS = (1, 2, 5, 8, 33, 257)
+ROWS = (1, 2, 5, 8, 32, 33, 48, 257)
+THREADS = (1, 2, 3, 1, 2, 2, 3, 3)  # of 32 and of 48 rows each thread takes an equal part
 SHAPES = ((48, 128), (50, 40), (7, 36), (16, 352))
 
 
@@ -42,7 +43,7 @@ def test_bf16_activations_match_rounded_ones_for_any_number_of_rows(shape):
     bias = torch.linspace(-1, 1, shape[0])
     whole = tiled.run_linear(tiles, x, activations="bf16", bias=bias)
     assert_near(whole, (rounded(x) @ rounded(weight).T + bias.double()).float())
-    for rows, threads in zip(ROWS, (1, 2, 3, 1, 2, 3), strict=True):
+    for rows, threads in zip(ROWS, THREADS, strict=True):
         part = tiled.run_linear(tiles, x[:rows], activations="bf16", bias=bias, threads=threads)
         assert torch.equal(part, whole[:rows])
     for start, stop in ((3, 4), (5, 12), (9, 26), (31, 40)):
