@@ -64,15 +64,16 @@ struct FewRows {
   int32_t centers[Rows];
 };
 
-// Weights that are asked for while others are at work: `bytes` more with each step. Into the second
-// level of cache (locality 2), for the first holds what is at work.
+// Weights that are asked for while others are at work: `bytes` more with each step. Soon, they go to
+// the first level of cache, else to the second, for the first holds what is at work.
+template <bool Soon>
 struct Ahead {
   const uint8_t* next;
   int64_t bytes;
 
   // Always inlined, because GCC drops calls of a function that does nothing but prefetch.
   __attribute__((always_inline)) void advance() {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(next + i, 0, 2);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(next + i, 0, Soon ? 3 : 2);
     next += bytes;
   }
 };
@@ -108,9 +109,9 @@ inline void int8_step(const uint8_t* tile, const Group& x, Floats (&partial)[Row
 }
 
 // Rows tokens from `token` on, whose groups are `x`, times one tile.
-template <int Bits, int Rows, bool Affine, typename Group>
+template <int Bits, int Rows, bool Affine, typename Group, bool Soon>
 inline void int8_tile(const qinfer_linear& op, const Group* x, int64_t token, int64_t tile,
-                      Ahead ahead) {
+                      Ahead<Soon> ahead) {
   const qinfer_tiled_weight& w = op.weight;
   const int64_t steps = w.in_features / kStep, group_steps = w.group_size / kStep;
   const int64_t groups = ceil_div(steps, group_steps);
@@ -151,14 +152,15 @@ inline void int8_tile(const qinfer_linear& op, const Group* x, int64_t token, in
 
 // Tokens [begin, begin + Rows), all of one row block, times one tile.
 template <int Bits, int Rows, bool Affine>
-void int8_block(const qinfer_linear& op, int64_t begin, int64_t tile, Ahead ahead) {
+void int8_block(const qinfer_linear& op, int64_t begin, int64_t tile, Ahead<false> ahead) {
   const int64_t steps = op.weight.in_features / kStep;
   const qinfer_int8_group* block = op.int8_rows->groups + begin / QINFER_ROW_BLOCK * steps;
   int8_tile<Bits, Rows, Affine>(op, from_row(block, begin % QINFER_ROW_BLOCK), begin, tile,
                               ahead);
 }
 
-using Int8Block = void (*)(const qinfer_linear& op, int64_t begin, int64_t tile, Ahead ahead);
+using Int8Block = void (*)(const qinfer_linear& op, int64_t begin, int64_t tile,
+                           Ahead<false> ahead);
 
 template <int Bits, bool Affine, int Rows = kRows>
 inline Int8Block int8_block_for(int64_t rows) {
@@ -181,7 +183,7 @@ void int8_unit(const qinfer_linear& op, int64_t begin, int64_t end, int64_t tile
   const int64_t lines = ceil_div(kStepBytes<Bits> / 64, ceil_div(end - begin, kRows));
   const uint8_t* stop = next + steps * kStepBytes<Bits>;
   for (int64_t token = begin; token < end; token += kRows, next += steps * lines * 64) {
-    const Ahead ahead{next, next < stop ? lines * 64 : 0};
+    const Ahead<false> ahead{next, next < stop ? lines * 64 : 0};
     int8_block_for<Bits, Affine>(end - token)(op, token, tile, ahead);
   }
 }
@@ -201,7 +203,7 @@ void int8_few(const qinfer_linear& op, int64_t begin, int64_t end) {
   const uint8_t* data = static_cast<const uint8_t*>(op.weight.data) + kPrefetchBytes;
   const int64_t tile_bytes = op.weight.in_features / kStep * kStepBytes<Bits>;
   for (int64_t tile = begin; tile < end; ++tile) {
-    const Ahead ahead{data + tile * tile_bytes, Rows > 1 ? kStepBytes<Bits> : 0};
+    const Ahead<true> ahead{data + tile * tile_bytes, Rows > 1 ? kStepBytes<Bits> : 0};
     int8_tile<Bits, Rows, Affine>(op, x, 0, tile, ahead);
   }
 }
