@@ -140,6 +140,8 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     end = 0
     for name, facts in header.items():
+        if not _is_text(name):
+            raise CheckpointError(f"{file}: the tensor name {name!r} holds half a surrogate pair")
         entries[name], stop = _entry(file, name, facts, 8 + length)
         end = max(end, stop)
     if 8 + length + end != size:
@@ -149,6 +151,11 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
             "download or copy it again"
         )
     return entries
+
+
+def _is_text(name: str) -> bool:
+    """Tell whether UTF-8 can spell a name; JSON can spell more."""
+    return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def _entry(file: Path, name: str, facts: Any, data: int) -> tuple[TensorEntry, int]:

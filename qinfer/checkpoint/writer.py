@@ -166,12 +166,14 @@ def write_index(folder: Path, weight_map: Mapping[str, str], total_bytes: int) -
 def write_json(file: Path, data: Mapping[str, Any]) -> None:
     """Write an object as an indented JSON file in the order of its keys.
 
+    Half a surrogate pair, which UTF-8 cannot spell, is written as JSON's escape, as it was read.
+
     Raises:
         CheckpointError: the file cannot be written.
     """
     text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
     with writing(file):
-        file.write_text(text, encoding="utf-8")
+        file.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def copy_companions(source: Path, folder: Path) -> None:

@@ -196,7 +196,7 @@ class Conversation:
         data = {"messages": [*self._opening(), *self.messages]}
         text = json.dumps(data, ensure_ascii=False, indent=2)
         try:
-            Path(argument).write_text(f"{text}\n", encoding="utf-8")
+            Path(argument).write_text(f"{text}\n", encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             console.warn(f"cannot write {argument}: {error.strerror}")
             return

@@ -1,5 +1,6 @@
 """The `qinfer` command: a lazy group that imports a verb only when it is called."""
 
+import io
 import sys
 from importlib import import_module
 
@@ -65,6 +66,9 @@ def cli() -> None:
 def main() -> None:
     """Run the command line; errors of qinfer end it with one line and their exit code."""
     env.calm_openmp()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what the terminal cannot spell is escaped
+            stream.reconfigure(errors="backslashreplace")
     try:
         cli(standalone_mode=True)
     except QinferError as error:

@@ -10,10 +10,12 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from qinfer.errors import ConfigError, QuantizationError, RequestError
+from qinfer.models.tokenizer import Tokenizer
 from qinfer.quant.hub_texts import PREFIX, read_dataset
 from qinfer.quant.texts import Corpus, Document, Message, built_in, read_file
 
@@ -88,6 +90,25 @@ class CalibrationSet:
             "available_tokens": self.available_tokens,
             "sha256": self.sha256,
         }
+
+
+def calibration_for(
+    tokenizer: Tokenizer,
+    *,
+    path: str | Path | None,
+    num_samples: int,
+    seq_len: int,
+    max_position: int,
+) -> CalibrationSet:
+    """Do what `load_calibration` does with a model's tokenizer and chat template."""
+    return load_calibration(
+        partial(tokenizer.encode, add_special_tokens=False),
+        path=path,
+        num_samples=num_samples,
+        seq_len=seq_len,
+        max_position=max_position,
+        render=tokenizer.render_chat if tokenizer.has_chat_template else None,
+    )
 
 
 def load_calibration(

@@ -31,7 +31,7 @@ from qinfer.models.rope import RotaryTable
 from qinfer.models.step import StepMaker
 from qinfer.models.tokenizer import load_tokenizer
 from qinfer.quant import conditioning
-from qinfer.quant.calibration import CalibrationSet, load_calibration
+from qinfer.quant.calibration import CalibrationSet, calibration_for
 from qinfer.quant.conditioner import (
     RECORD_NAME,
     SEARCH_TOKENS,
@@ -165,14 +165,12 @@ def condition(
     config = ModelConfig.from_dict(source.config)
     check_tensors(source, config)
     scheme = chosen.scheme(source.kv_scheme)
-    tokenizer = load_tokenizer(source.path)
-    samples = load_calibration(
-        lambda text: tokenizer.encode(text, add_special_tokens=False),
+    samples = calibration_for(
+        load_tokenizer(source.path),
         path=chosen.calibration,
         num_samples=chosen.num_samples,
         seq_len=chosen.seq_len,
         max_position=config.max_position,
-        render=tokenizer.render_chat if tokenizer.has_chat_template else None,
     )
     record = _write(source, config, scheme, samples, target, on_layer)
     return ConditionReport(

@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial as bind
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from qinfer.quant import output
 from qinfer.quant.allocation import allocated
 from qinfer.quant.block_run import CalibratedRun, first_unfinished, round_blocks
 from qinfer.quant.budget import Budget
-from qinfer.quant.calibration import CalibrationSet, load_calibration
+from qinfer.quant.calibration import CalibrationSet, calibration_for
 from qinfer.quant.commit import kept_rows
 from qinfer.quant.conditioner import (
     ConditioningPlan,
@@ -206,14 +205,12 @@ def _continuing(first: int, count: int) -> str:
 def _calibration(job: Job) -> CalibrationSet | None:
     if not job.config.calibrated:
         return None
-    tokenizer = load_tokenizer(job.source.path)
-    return load_calibration(
-        bind(tokenizer.encode, add_special_tokens=False),
+    return calibration_for(
+        load_tokenizer(job.source.path),
         path=job.config.calibration,
         num_samples=job.config.num_samples,
         seq_len=job.config.seq_len,
         max_position=job.model.max_position,
-        render=tokenizer.render_chat if tokenizer.has_chat_template else None,
     )
 
 

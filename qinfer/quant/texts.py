@@ -205,7 +205,7 @@ def _decode(line: bytes, where: str) -> object:
 
 def _document(value: object, key: str, where: str) -> Document:
     if isinstance(value, str):
-        return Document(where, value)
+        return Document(where, _checked(value, where))
     if not isinstance(value, list) or not value:
         raise ConfigError(f"{where}: {key} is {value!r:.80}; text or a list of messages is needed")
     return Document(where, [_message(item, index, where) for index, item in enumerate(value)])
@@ -227,6 +227,18 @@ def _message(item: object, index: int, where: str) -> Message:
         raise ConfigError(
             f"{where}: the content of message {index} is {content!r:.80}; text is needed"
         )
+    _checked(json.dumps(item, ensure_ascii=False, default=str), f"{where}: message {index}")
     # Rows of a data set have every key that any message of it has, None where this one lacks it.
     rest = {} if sharegpt else {key: value for key, value in item.items() if value is not None}
     return rest | {"role": role, "content": content}
+
+
+def _checked(text: str, where: str) -> str:
+    """Refuse what JSON can spell, but no tokenizer can read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{where}: half a surrogate pair, {text[error.start]!r}; no tokenizer can read it"
+        ) from error
+    return text

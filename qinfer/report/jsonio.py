@@ -48,8 +48,10 @@ def build(cls: type[Record], data: object, *, where: str) -> Record:
 
 
 def dump_json(data: dict[str, Any]) -> str:
-    """Return readable JSON; NaN and infinity are refused, for JSON has neither."""
-    return json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    """Return readable JSON that UTF-8 can spell; NaN and infinity are refused: JSON has neither."""
+    text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    # Of halves of surrogate pairs (names of files that are no UTF-8) this makes JSON's escapes.
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def load_json(path: Path) -> object:
@@ -77,7 +79,7 @@ def write_atomic(path: Path, text: str) -> None:
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
         Path(temporary).chmod(0o644)
         Path(temporary).replace(path)

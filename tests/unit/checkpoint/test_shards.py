@@ -56,6 +56,7 @@ def write_raw(path: Path, header: object, data: bytes = b"") -> None:
         ([1], "no JSON object"),
         ({"w": {"dtype": "F32"}}, "damaged header entry for tensor w"),
         ({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0]}}, "damaged header entry"),
+        ({"w\ud800": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, "half a surrogate"),
         ({"w": {"dtype": "F4", "shape": [2], "data_offsets": [0, 8]}}, "unsupported type 'F4'"),
         ({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, "has 4 bytes"),
         ({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, "longer than its header"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.checkpoints import write_tiny
+from transformers import AutoConfig
 
 from qinfer.checkpoint import writer as writer_module
 from qinfer.checkpoint.reader import open_checkpoint
@@ -176,3 +177,19 @@ def test_a_full_disk_names_the_file_and_leaves_nothing(
     with pytest.raises(CheckpointError, match=f"{name} cannot be written: No space left"):
         copy(tiny_llama, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+HALVES = {"note": "\ud800 ü 😀", "k\udfff": ["\udc80"]}  # valid JSON, but no text in UTF-8
+
+
+def test_half_a_surrogate_pair_is_written_as_it_was_read(tiny_llama: Path, tmp_path: Path) -> None:
+    """With whole pairs and other letters as themselves; transformers reads the same."""
+    source = tmp_path / "source"
+    shutil.copytree(tiny_llama, source)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8")) | HALVES
+    (source / "config.json").write_text(json.dumps(config), encoding="ascii")
+    copy(source, tmp_path / "out")
+    text = (tmp_path / "out/config.json").read_bytes().decode("utf-8")
+    assert json.loads(text) == config
+    assert "ü 😀" in text
+    assert AutoConfig.from_pretrained(tmp_path / "out").note == HALVES["note"]
