@@ -1,5 +1,6 @@
 """From the first unfinished block to the last: weights in, finished blocks out."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from qinfer.quant.blockwise import BlockRunner
 from qinfer.quant.calibration import CalibrationSet
 from qinfer.quant.commit import Committer, FinishedBlock
 from qinfer.quant.config import QuantizeConfig
+from qinfer.quant.gptaq import TOKENS_PER_INPUT, enough_pairs
 from qinfer.quant.hessian import check_finite
 from qinfer.quant.job import Job, Progress, block_name
 from qinfer.quant.report import ModuleRow
@@ -26,6 +28,8 @@ from qinfer.quant.targets import Target
 from qinfer.quant.workers import Workers
 
 Weights = dict[str, torch.Tensor]
+
+_log = logging.getLogger(__name__)
 
 
 class JsonRow(Protocol):
@@ -146,12 +150,27 @@ class CalibratedRun:
         # By the kind of a stream, how many samples it has.
         self._streams = {"": len(self._lengths)}
         if job.config.gptaq:
-            self._streams["full"] = min(job.config.gptaq_samples, len(self._lengths))
+            self._carry_along()
         options = solver_options(job.config)
         self._runner = BlockRunner(
             self._lengths, workers, options, folder=partial.path, on_sample=progress.sample
         )
         self._blocks = job.blocks(max(self._lengths))
+
+    def _carry_along(self) -> None:
+        """Let the first samples run through the unquantized model too, where that says enough."""
+        lengths = self._lengths[: self._job.config.gptaq_samples]
+        tokens = sum(lengths)
+        widths = {target.in_features for target in self._job.plan.targets if target.scheme}
+        few = sorted(width for width in widths if not enough_pairs(tokens, width))
+        if len(few) < len(widths):
+            self._streams["full"] = len(lengths)
+        if few:
+            _log.warning(
+                "GPTAQ (--gptaq) is left out for linears of %s inputs: the %d tokens of "
+                "--gptaq-samples are too few; %d would do",
+                ", ".join(str(width) for width in few), tokens, TOKENS_PER_INPUT * few[-1],
+            )  # fmt: skip
 
     def run(self) -> int:
         """Solve every unfinished block.

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from qinfer.kernels.cpu.arena import release_freed
-from qinfer.quant.gptaq import WIDE_INPUTS, KeptShift, weight_shift
+from qinfer.quant.gptaq import WIDE_INPUTS, KeptShift, enough_pairs, weight_shift
 from qinfer.quant.hessian import InputStatistics, check_finite
 from qinfer.quant.solver import Solved, SolverOptions, round_to_nearest, solve_modules
 from qinfer.quant.stages import BlockStages, Stage, Stream
@@ -140,7 +140,8 @@ class BlockRunner:
             short = "/".join(target.name.rpartition(".")[2] for target in readers)
             name = f"{readers[0].name.rpartition('.')[0]}.{short}"
             width = readers[0].in_features
-            stats = InputStatistics(width, name=name, paired=pairs > 0)
+            paired = pairs > 0 and enough_pairs(sum(self._lengths[:pairs]), width)
+            stats = InputStatistics(width, name=name, paired=paired)
 
         def inputs(sample: int) -> tuple[torch.Tensor, ...]:
             return tuple(stage.to_input(s, sample) for s in streams if sample < s.num_samples)
@@ -151,10 +152,10 @@ class BlockRunner:
                 stats.add_samples(
                     [x[0] for x in found],
                     first=group[0],
-                    fulls=[x[1] for x in found if len(x) > 1],
+                    fulls=[x[1] for x in found if len(x) > 1] if stats.paired else None,
                     executor=self._workers.executor,
                 )
-                if group.stop == pairs:
+                if group.stop == pairs and enough_pairs(stats.num_paired_tokens, stats.in_features):
                     self._shift.keep(weight_shift(stats, self._options.damp_percent))
             for _ in group:
                 self._on_sample()

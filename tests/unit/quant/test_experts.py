@@ -184,6 +184,7 @@ def test_gptaq_aims_at_the_unquantized_outputs_of_the_same_tokens(
     """The oracle: two models of transformers, and the quantized one decides the routing of both."""
     monkeypatch.setattr("qinfer.quant.blockwise.linear_dtype", lambda: torch.float32, raising=False)
     source = write_tiny(tmp_path / "source", family)
+    monkeypatch.setattr("qinfer.quant.gptaq.TOKENS_PER_INPUT", 0)
     options = SMALL | {"condition_kv": "off", "threads": 1}
     quantize(source, tmp_path / "out", **options)
     quantized = load_oracle(write_dequantized(source, tmp_path / "out", tmp_path / "dense"))

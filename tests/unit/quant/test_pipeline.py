@@ -24,7 +24,7 @@ from qinfer.errors import (
 )
 from qinfer.formats.weight import QuantizedWeight
 from qinfer.models.config import ModelConfig, linear_shapes
-from qinfer.quant import block_run, blockwise, gptq, hessian, rtn
+from qinfer.quant import block_run, blockwise, gptaq, gptq, hessian, rtn
 from qinfer.quant import dense as dense_block
 from qinfer.quant.calibration import load_calibration
 from qinfer.quant.pipeline import quantize
@@ -123,6 +123,7 @@ def test_gptaq_aims_at_the_outputs_of_the_unquantized_model(
     monkeypatch.setattr(block_run, "solver_options", lambda _: plain)
     monkeypatch.setattr(blockwise, "linear_dtype", lambda: torch.float32)
     monkeypatch.setattr(hessian, "sum_dtype", lambda: torch.float32)
+    monkeypatch.setattr(gptaq, "TOKENS_PER_INPUT", 0)
     source = write_tiny(tmp_path / "source")
     quantize(source, tmp_path / "out", **SMALL, gptaq_samples=paired)
     written, original = read_weights(tmp_path / "out"), read_weights(source)
@@ -144,6 +145,20 @@ def test_gptaq_aims_at_the_outputs_of_the_unquantized_model(
         plainly = gptq.solve(W, H.float(), weight.scheme).weight
         moved += int((plainly.codes != weight.codes).sum())
     assert moved > 500
+
+
+def test_gptaq_is_left_out_where_tokens_are_too_few_and_that_is_said(
+    tiny_llama: Path, quantized: tuple[Path, QuantReport], tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    quantize(tiny_llama, tmp_path / "off", **SMALL, gptaq=False)
+    assert not caplog.text
+    weights = (tmp_path / "off" / "model.safetensors").read_bytes()
+    assert weights == (quantized[0] / "model.safetensors").read_bytes()
+    quantize(tiny_llama, tmp_path / "on", **SMALL)
+    assert (
+        "GPTAQ (--gptaq) is left out for linears of 64, 128 inputs: the 288 tokens" in caplog.text
+    )
 
 
 def inputs_of_linears(source: Path, weights: Mapping[str, torch.Tensor]) -> Inputs:
@@ -193,6 +208,7 @@ def test_each_linear_runs_once_per_sample(
         return original(stream, name, x)
 
     monkeypatch.setattr(dense_block, "linear", counted)
+    monkeypatch.setattr(gptaq, "TOKENS_PER_INPUT", 0)
     quantize(tiny_llama, tmp_path / "out", **SMALL, gptaq_samples=2)
     # Behind the last block nobody looks, so its down_proj need not run.
     assert calls.pop("mlp.down_proj") == 6 + 2
