@@ -146,18 +146,35 @@ def _work_bytes(job: Job, longest: int, threads: int) -> int:
     # While the last of a group is computed, or while the products of all are summed: then there
     # are half as large copies beside them, of the inputs in bfloat16 or of the pairs' differences.
     samples = threads * max((_SAMPLE_TENSORS - 1) * sample + group, group + group // 2)
-    solving = 0
-    paired = (streams - 1) * _FLOAT_BYTES
-    for inputs, outputs in _shapes(job):
-        entries, weight = inputs * inputs, inputs * outputs
-        rows = max(threads * _PIECE_BYTES, weight * _WEIGHT_BYTES)
-        summed = entries * (_SUM_BYTES + paired) + samples
-        factored = entries * (_FACTOR_BYTES + (paired if inputs < WIDE_INPUTS else 0))
-        solved = entries * (_SOLVE_BYTES + paired) + rows
-        solving = max(solving, summed, factored, solved)
     # Its weights have the file's type or that of the products, and those solved their codes too.
     block = _block_elements(job) * (max(job.element_bytes, linear_dtype().itemsize) + 1)
-    return streams * block + solving + _SLACK_BYTES
+    most = 0
+    for layer, stages in enumerate(job.blocks(1)):
+        shapes = block_linear_shapes(job.model, layer)
+        left = before = sum(i * o for i, o in shapes.values())
+        for stage in stages.stages:
+            shared = [shapes[name] for name in stage.names]
+            summed, solved = _statistics_bytes(shared, threads, paired=streams > 1)
+            # The unquantized model's weights go when they were passed: see `Stage.done`.
+            full = (streams - 1) * linear_dtype().itemsize
+            most = max(most, summed + samples + before * full, solved + left * full)
+            before, left = left, left - sum(i * o for i, o in shared)
+    return block + most + _SLACK_BYTES
+
+
+def _statistics_bytes(
+    shapes: Sequence[tuple[int, int]], threads: int, *, paired: bool
+) -> tuple[int, int]:
+    """Return what linears with one input take while it is summed, and while they are solved."""
+    if not shapes:
+        return 0, 0
+    inputs = shapes[0][0]
+    entries = inputs * inputs
+    cross = _FLOAT_BYTES if paired else 0
+    rows = max(threads * _PIECE_BYTES, max(i * o for i, o in shapes) * _WEIGHT_BYTES)
+    factored = entries * (_FACTOR_BYTES + (cross if inputs < WIDE_INPUTS else 0))
+    solved = entries * (_SOLVE_BYTES + cross) + rows
+    return entries * (_SUM_BYTES + cross), max(factored, solved)
 
 
 def _sensitivity_bytes(job: Job, lengths: Sequence[int], threads: int) -> int:

@@ -79,14 +79,20 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
         load_json(tmp_path / "half.json")
 
 
-def test_writing_replaces_whole_files_only(tmp_path: Path) -> None:
+def refuse(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_writing_replaces_whole_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "report.json"
     write_atomic(path, "one")
     write_atomic(path, "two ‖")
     assert path.read_text(encoding="utf-8") == "two ‖"
     assert path.stat().st_mode & 0o777 == 0o644
-    with pytest.raises(UnicodeEncodeError):
-        write_atomic(path, "\ud800")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "chmod", refuse)
+        with pytest.raises(OSError, match="No space"):
+            write_atomic(path, "three")
     assert path.read_text(encoding="utf-8") == "two ‖"
     assert [file.name for file in tmp_path.iterdir()] == ["report.json"]
 
