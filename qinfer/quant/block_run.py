@@ -26,6 +26,7 @@ from qinfer.quant.stages import Stream
 from qinfer.quant.states import Advance, SampleStates, WriteRows, discard_stale
 from qinfer.quant.targets import Target
 from qinfer.quant.workers import Workers
+from qinfer.schemes import WeightScheme
 
 Weights = dict[str, torch.Tensor]
 
@@ -58,7 +59,11 @@ class BlockConditioner(Protocol):
     """Changes a block's weights before it is calibrated, without changing what it computes."""
 
     def condition(
-        self, layer: int, weights: Mapping[str, torch.Tensor], hidden: Sequence[torch.Tensor]
+        self,
+        layer: int,
+        weights: Mapping[str, torch.Tensor],
+        hidden: Sequence[torch.Tensor],
+        schemes: Mapping[str, WeightScheme | None] | None = None,
     ) -> ChangedBlock:
         """Return what to change in a layer.
 
@@ -67,6 +72,7 @@ class BlockConditioner(Protocol):
             weights: by name inside the block, as the source has them.
             hidden: the block's input for every calibration window, `[tokens, hidden]`, read when
                 it is asked for.
+            schemes: how the linears will be quantized then, by the same names.
         """
         ...
 
@@ -233,7 +239,8 @@ class CalibratedRun:
         facts: dict[str, Any] = {}
         if self._conditioner is not None:
             hidden = SampleSequence(states[0].hidden, len(self._lengths))
-            conditioned = self._conditioner.condition(layer, weights, hidden)
+            schemes = {name: target.scheme for name, target in targets.items()}
+            conditioned = self._conditioner.condition(layer, weights, hidden, schemes)
             changed = conditioned.weights
             weights |= changed
             facts["conditioning"] = conditioned.row.to_dict()

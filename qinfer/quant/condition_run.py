@@ -212,7 +212,7 @@ def _write(
             weights = block_weights(source, config, layer)
             scaled = _scaled(source, prefix, weights, qk_norm=config.qk_norm)
             tensors = {name: item.rows for name, item in scaled.items()}
-            row = conditioner.search(layer, weights, run.hidden, tensors)
+            row = conditioner.search(layer, weights, run.hidden, tensors, {})
             folded = conditioning.fold(tensors, row.factors())
             changed = {
                 prefix + name: folded[name].transpose(0, item.axis) for name, item in scaled.items()

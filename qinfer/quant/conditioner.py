@@ -21,7 +21,7 @@ from qinfer.models.rope import RotaryTable
 from qinfer.quant import conditioning
 from qinfer.quant.conditioning import CHOICES, AttentionSample
 from qinfer.quant.gptq import single_thread
-from qinfer.schemes import KVScheme
+from qinfer.schemes import KVScheme, WeightScheme
 
 FORMAT_VERSION = 1
 RECORD_NAME = "kv_conditioning.json"
@@ -161,7 +161,11 @@ class Conditioner:
         )
 
     def condition(
-        self, layer: int, weights: Mapping[str, Weight], hidden: Sequence[torch.Tensor]
+        self,
+        layer: int,
+        weights: Mapping[str, Weight],
+        hidden: Sequence[torch.Tensor],
+        schemes: Mapping[str, WeightScheme | None] | None = None,
     ) -> ConditionedBlock:
         """Search a layer's factors and fold them into its dense weights.
 
@@ -170,12 +174,14 @@ class Conditioner:
             weights: by names inside the block, linears without a suffix.
             hidden: the block's input for every calibration window, float32 `[tokens, hidden]`,
                 each from position 0; `SEARCH_WINDOWS` of them are used, evenly spread.
+            schemes: how the linears will be quantized, by the same names; their scales limit the
+                factors.
 
         Raises:
             QuantizationError: a factor cannot be folded (never, within the limits).
         """
         scaled = scaled_tensors(weights, qk_norm=self._config.qk_norm)
-        row = self.search(layer, weights, hidden, scaled)
+        row = self.search(layer, weights, hidden, scaled, schemes or {})
         changed = conditioning.fold(scaled, row.factors())
         if self._static_scales:
             dtype = TORCH_DTYPES[self._config.dtype]
@@ -190,6 +196,7 @@ class Conditioner:
         weights: Mapping[str, Weight],
         hidden: Sequence[torch.Tensor],
         scaled: Mapping[str, torch.Tensor],
+        schemes: Mapping[str, WeightScheme | None],
     ) -> LayerConditioning:
         """Search a layer's factors.
 
@@ -198,6 +205,7 @@ class Conditioner:
             weights: see `condition`; they may be quantized.
             hidden: see `condition`.
             scaled: the tensors that the factors will be folded into; they limit them.
+            schemes: see `condition`; empty where nothing will be quantized.
         """
         shared = self._config.qk_norm
         with single_thread(), torch.inference_mode():
@@ -205,6 +213,7 @@ class Conditioner:
             sizes = conditioning.pair_sizes(samples, shared=shared)
             limits = _intersect(
                 conditioning.exponent_limits(scaled, *sizes.keys.shape),
+                conditioning.scale_limits(scaled, schemes, *sizes.keys.shape),
                 conditioning.activation_limits(samples, shared=shared),
             )
             candidates = conditioning.candidate_exponents(sizes, limits)
@@ -387,8 +396,9 @@ def _plain(weight: Weight) -> torch.Tensor:
     return weight if isinstance(weight, torch.Tensor) else weight.dequantize()
 
 
-def _intersect(a: conditioning.Limits, b: conditioning.Limits) -> conditioning.Limits:
-    return torch.maximum(a[0], b[0]), torch.minimum(a[1], b[1])
+def _intersect(*limits: conditioning.Limits) -> conditioning.Limits:
+    lows, highs = zip(*limits, strict=True)
+    return torch.stack(lows).amax(0), torch.stack(highs).amin(0)
 
 
 def _short(value: float) -> float:

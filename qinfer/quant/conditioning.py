@@ -21,7 +21,7 @@ import torch
 
 from qinfer.errors import QuantizationError
 from qinfer.kernels.reference import dequantize_kv, quantize_kv
-from qinfer.schemes import KVScheme
+from qinfer.schemes import KVScheme, WeightScheme
 
 # (alpha, beta). The first is no factor at all, and wins ties.
 CHOICES = (
@@ -37,6 +37,8 @@ CHOICES = (
 SKIPPED_TOKENS = 4
 # Activations keep this far from the largest float16, in which other engines may run the model.
 _LARGEST_ACTIVATION = 8192.0
+# Exponents of float16: its smallest step, and the largest power of two.
+_SCALE_STEP, _LARGEST_SCALE = -24, 15
 _NO_LIMIT = 1 << 20
 _QUERY_ROWS = 512  # scores of so many query rows are in memory at a time
 
@@ -195,11 +197,41 @@ def exponent_limits(scaled: Mapping[str, torch.Tensor], num_heads: int, num_pair
         num_heads: kv heads, or 1 where all share their factors.
         num_pairs: half the head's size.
     """
+    rows = {name: _row_limits(tensor) for name, tensor in scaled.items()}
+    return _joined(rows, num_heads, num_pairs)
+
+
+def scale_limits(
+    scaled: Mapping[str, torch.Tensor],
+    schemes: Mapping[str, WeightScheme | None],
+    num_heads: int,
+    num_pairs: int,
+) -> Limits:
+    """Return the exponents that leave the float16 scales of weights fine enough, and finite.
+
+    A scale of `bits` stays above `2 ** (bits - 24)`: rounded to float16's subnormal steps, it then
+    moves the end of a range by at most a quarter of a code. One that is smaller already may only
+    grow. An exponent of 0 is always within.
+
+    Args:
+        scaled: see `fold`.
+        schemes: how those of the tensors will be quantized that will be; others are left out.
+        num_heads: kv heads, or 1 where all share their factors.
+        num_pairs: half the head's size.
+    """
+    rows = {
+        name: _scale_limits(scaled[name], scheme)
+        for name, scheme in schemes.items()
+        if scheme is not None and name in scaled
+    }
+    return _joined(rows, num_heads, num_pairs)
+
+
+def _joined(rows: Mapping[str, Limits], num_heads: int, num_pairs: int) -> Limits:
+    """Return what suits all rows that share a factor, from what each may be multiplied by."""
     low, high = no_limits(num_heads, num_pairs)
-    for name, tensor in scaled.items():
-        down, up = _row_limits(tensor)
-        if not is_query(name):  # keys are divided
-            down, up = -up, -down
+    for name, limits in rows.items():
+        down, up = limits if is_query(name) else (-limits[1], -limits[0])  # keys are divided
         # Query heads of a group lie next to each other: [kv heads, group * 2, pairs].
         low = torch.maximum(low, down.view(num_heads, -1, num_pairs).amax(1))
         high = torch.minimum(high, up.view(num_heads, -1, num_pairs).amin(1))
@@ -277,6 +309,20 @@ def _row_limits(tensor: torch.Tensor) -> Limits:
     zero = largest == 0
     down = _exponent(torch.tensor(facts.tiny)) - _exponent(smallest.masked_fill(zero, 1.0))
     up = _exponent(torch.tensor(facts.max)) - _exponent(largest.masked_fill(zero, 1.0))
+    down, up = down.clamp_max(0), up.clamp_min(0)
+    return down.masked_fill(zero, -_NO_LIMIT), up.masked_fill(zero, _NO_LIMIT)
+
+
+def _scale_limits(weight: torch.Tensor, scheme: WeightScheme) -> Limits:
+    """Return by which exponents each row may be multiplied for its scales, int64 `[rows]`."""
+    size = scheme.group_size or weight.shape[1]
+    groups = torch.stack([part.abs().amax(1) for part in weight.float().split(size, 1)], dim=1)
+    scales = 2 * groups / (2**scheme.bits - 1)
+    largest = scales.amax(1)
+    smallest = scales.masked_fill(scales == 0, torch.inf).amin(1)
+    zero = largest == 0
+    down = _SCALE_STEP + scheme.bits - _exponent(smallest.masked_fill(zero, 1.0))
+    up = _LARGEST_SCALE - 1 - _exponent(largest.masked_fill(zero, 1.0))
     down, up = down.clamp_max(0), up.clamp_min(0)
     return down.masked_fill(zero, -_NO_LIMIT), up.masked_fill(zero, _NO_LIMIT)
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qinfer.errors import QuantizationError
+from qinfer.quant import rtn
 from qinfer.quant.conditioning import (
     CHOICES,
     AttentionSample,
@@ -22,8 +23,9 @@ from qinfer.quant.conditioning import (
     pair_sizes,
     powers_of_two,
     restored_keys,
+    scale_limits,
 )
-from qinfer.schemes import KV_SCHEMES
+from qinfer.schemes import KV_SCHEMES, WeightScheme
 
 INT8 = KV_SCHEMES["int8"]
 
@@ -287,3 +289,49 @@ def test_an_outlier_pair_is_found_and_evened_out() -> None:
 def test_powers_are_exact() -> None:
     exponents = torch.arange(-120, 120)
     assert powers_of_two(exponents).tolist() == [2.0**e for e in range(-120, 120)]
+
+
+@given(data=st.data())
+def test_scales_stay_fine_and_finite_within_their_limits(data: st.DataObject) -> None:
+    """Whatever weights and factors: plain rounding of the folded weight says what scales become."""
+    bits, size = data.draw(st.sampled_from((2, 3, 4, 8))), data.draw(st.sampled_from((8, None)))
+    scheme, pairs, heads = WeightScheme(bits, size), 2, 2
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    scaled = {}
+    for name, rows in (("self_attn.q_proj", 4 * heads * pairs), ("self_attn.k_proj", 8)):
+        size_of = data.draw(st.integers(-22, 17))
+        rest = torch.randn(rows, 16, generator=generator)
+        scaled[name] = rest * 2.0**size_of
+    schemes: dict[str, WeightScheme | None] = dict.fromkeys(scaled, scheme)
+    low, high = scale_limits(scaled, {**schemes, "self_attn.o_proj": scheme}, heads, pairs)
+    assert bool((low <= 0).all() and (high >= 0).all())
+    before = _scales_of(scaled, scheme)
+    if before is None:
+        return
+    for exponents in (low.clamp_min(-30), high.clamp_max(30)):
+        after = _scales_of(fold(scaled, exponents), scheme)
+        assert after is not None
+        for name, scales in after.items():
+            least = torch.minimum(before[name], torch.tensor(2.0 ** (bits - 24)))
+            assert bool((scales >= least * 0.999).all()), name
+
+
+def _scales_of(
+    weights: dict[str, torch.Tensor], scheme: WeightScheme
+) -> dict[str, torch.Tensor] | None:
+    """Return the float16 scales of plain rounding; None if one is too large."""
+    try:
+        return {name: rtn.quantize(w, scheme).scales.float() for name, w in weights.items()}
+    except QuantizationError:
+        return None
+
+
+def test_weights_that_stay_as_they_are_limit_no_scale() -> None:
+    scaled = {
+        "self_attn.q_proj": torch.full((4, 8), 1e-7),
+        "self_attn.q_norm.weight": torch.ones(4),
+    }
+    low, high = scale_limits(scaled, {"self_attn.q_proj": None, "other": WeightScheme(4, 8)}, 1, 2)
+    free = no_limits(1, 2)
+    assert torch.equal(low, free[0])
+    assert torch.equal(high, free[1])

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.checkpoints import edit_json, write_tiny
-from support.outliers import plant_outliers
+from support.outliers import add_key_bias, plant_outliers
 
 from qinfer.checkpoint.reader import open_checkpoint
-from qinfer.errors import ConfigError
+from qinfer.errors import ConfigError, QuantizationError
 from qinfer.formats.kv_scales import FP8_MAX
+from qinfer.quant import conditioning
 from qinfer.quant.conditioner import RECORD_NAME
 from qinfer.quant.pipeline import quantize
 
@@ -132,3 +133,61 @@ def test_static_scales_go_where_the_format_has_room_for_them(
     assert not any("_scale" in name for name in open_checkpoint(tmp_path / "gptq").names())
     edit_json(path / "config.json", qinfer_kv_cache=None)
     assert open_checkpoint(path).quantization is not None
+
+
+def write_sized(path: Path, size: float) -> Path:
+    """Write a model whose q and k have rows as large as `size`, and key outliers from a bias."""
+    write_tiny(path, "qwen2", dtype=torch.bfloat16)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            tensor.copy_(tensor.float() / tensor.float().abs().amax(1, keepdim=True) * size)
+        if name.endswith("input_layernorm.weight"):
+            tensor.mul_(0.1 / size)
+        if name.endswith(("q_proj.bias", "k_proj.bias")):
+            tensor.zero_()
+    save_file(tensors, file, metadata={"format": "pt"})
+    for layer in range(2):
+        add_key_bias(path, layer=layer, pair=3, value=200.0)
+    return path
+
+
+def scales_of(path: Path) -> torch.Tensor:
+    tensors = load_file(path / "model.safetensors")
+    ends = ("q_proj.scales", "k_proj.scales")
+    return torch.cat([t.float().flatten() for name, t in tensors.items() if name.endswith(ends)])
+
+
+def no_scale_limits(_: object, __: object, *shape: int) -> conditioning.Limits:
+    return conditioning.no_limits(*shape)
+
+
+def test_factors_leave_scales_of_small_weights_their_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search of scales takes them to 0.61 of what the range needs, at the least."""
+    path = write_sized(tmp_path / "model", 1e-4)
+    quantize(path, tmp_path / "plain", condition_kv="off", **SMALL)
+    quantize(path, tmp_path / "out", condition_kv="on", **SMALL)
+    least = 0.6 * 2.0 ** (4 - 24)
+    assert float(scales_of(tmp_path / "plain").min()) > 2 * least
+    assert float(scales_of(tmp_path / "out").min()) > least
+    record = json.loads((tmp_path / "out" / RECORD_NAME).read_text())
+    assert any(layer["num_clamped"] for layer in record["layers"])
+    monkeypatch.setattr(conditioning, "scale_limits", no_scale_limits)
+    quantize(path, tmp_path / "free", condition_kv="on", **SMALL)
+    assert float(scales_of(tmp_path / "free").min()) < least
+
+
+def test_factors_take_no_scale_beyond_float16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What can be quantized as it is can be with factors too."""
+    path = write_sized(tmp_path / "model", 3e5)
+    quantize(path, tmp_path / "plain", condition_kv="off", **SMALL)
+    quantize(path, tmp_path / "out", condition_kv="on", **SMALL)
+    assert bool(scales_of(tmp_path / "out").isfinite().all())
+    monkeypatch.setattr(conditioning, "scale_limits", no_scale_limits)
+    with pytest.raises(QuantizationError, match="exceeds float16"):
+        quantize(path, tmp_path / "free", condition_kv="on", **SMALL)
