@@ -7,7 +7,7 @@ form, so that they stay fused here and in other engines.
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -141,7 +141,7 @@ def _measure(
         on_step=lambda: on_progress(QuantProgress("sensitivity", next(done), total)),
     )
     options: dict[str, list[Choice]] = {}
-    with store:
+    with closing(store):
         for layer, sensitivities in run.layers():
             for unit in units:
                 if unit.name.startswith(f"{block_name(layer)}."):

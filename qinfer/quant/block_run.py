@@ -155,22 +155,21 @@ class CalibratedRun:
         self._conditioner = conditioner
         # By the kind of a stream, how many samples it has.
         self._streams = {"": len(self._lengths)}
+        if pairs := job.paired_samples(self._lengths):
+            self._streams["full"] = pairs
         if job.config.gptaq:
-            self._carry_along()
+            self._report_few_tokens()
         options = solver_options(job.config)
         self._runner = BlockRunner(
             self._lengths, workers, options, folder=partial.path, on_sample=progress.sample
         )
         self._blocks = job.blocks(max(self._lengths))
 
-    def _carry_along(self) -> None:
-        """Let the first samples run through the unquantized model too, where that says enough."""
-        lengths = self._lengths[: self._job.config.gptaq_samples]
-        tokens = sum(lengths)
+    def _report_few_tokens(self) -> None:
+        """Tell of the linears for which GPTAQ has too few tokens."""
+        tokens = sum(self._lengths[: self._job.config.gptaq_samples])
         widths = {target.in_features for target in self._job.plan.targets if target.scheme}
         few = sorted(width for width in widths if not enough_pairs(tokens, width))
-        if len(few) < len(widths):
-            self._streams["full"] = len(lengths)
         if few:
             _log.warning(
                 "GPTAQ (--gptaq) is left out for linears of %s inputs: the %d tokens of "

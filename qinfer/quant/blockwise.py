@@ -7,7 +7,7 @@ depend on the threads.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -52,7 +52,7 @@ class BlockRunner:
         self._lengths = tuple(lengths)
         self._workers = workers
         self._options = options
-        self._shift = KeptShift(folder)
+        self._folder = folder
         self._on_sample = on_sample
         self.dtype = linear_dtype()
 
@@ -77,12 +77,12 @@ class BlockRunner:
         weights = streams[0].weights
         for stage in block.stages:
             wanted = {name: targets[name] for name in stage.names if targets[name].scheme}
-            stats = self._pass(stage, streams, list(wanted.values()))
+            gathered = self._pass(stage, streams, list(wanted.values()))
             for stream in streams:
                 for name in stage.done:
                     del stream.weights[name]
-            if stats is not None:
-                for name, solved in self._solve(stage, stats, weights, wanted):
+            if gathered is not None:
+                for name, solved in self._solve(stage, gathered, weights, wanted):
                     weights[name] = solved.weight.dequantize(self.dtype)
                     yield name, solved
             for name in stage.names:
@@ -111,14 +111,15 @@ class BlockRunner:
     def _solve(
         self,
         stage: Stage,
-        stats: InputStatistics,
+        gathered: "_Gathered",
         weights: Mapping[str, torch.Tensor],
         wanted: Mapping[str, Target],
     ) -> Iterator[tuple[str, Solved]]:
+        stats = gathered.stats
         if stats.num_tokens or stage.unseen is None:
             if stats.in_features >= WIDE_INPUTS:
                 release_freed()
-            executor, shift = self._workers.executor, self._shift.take
+            executor, shift = self._workers.executor, gathered.shift.take
             yield from solve_modules(
                 stats, weights, wanted, self._options, shift=shift, executor=executor
             )
@@ -129,12 +130,12 @@ class BlockRunner:
 
     def _pass(
         self, stage: Stage, streams: Sequence[Stream], readers: Sequence[Target]
-    ) -> InputStatistics | None:
+    ) -> "_Gathered | None":
         """Take every sample to an input and gather the statistics for the linears that read it.
 
         Returns None if there are no such linears.
         """
-        stats = None
+        stats, shift = None, KeptShift(None, self._folder)
         pairs = streams[1].num_samples if len(streams) > 1 else 0
         if readers:
             short = "/".join(target.name.rpartition(".")[2] for target in readers)
@@ -156,10 +157,11 @@ class BlockRunner:
                     executor=self._workers.executor,
                 )
                 if group.stop == pairs and enough_pairs(stats.num_paired_tokens, stats.in_features):
-                    self._shift.keep(weight_shift(stats, self._options.damp_percent))
+                    found_shift = weight_shift(stats, self._options.damp_percent)
+                    shift = KeptShift(found_shift, self._folder)
             for _ in group:
                 self._on_sample()
-        return stats
+        return None if stats is None else _Gathered(stats, shift)
 
     def _groups(
         self, streams: Sequence[Stream], readers: Sequence[Target], pairs: int
@@ -175,6 +177,14 @@ class BlockRunner:
         for first, last in ((0, pairs), (pairs, count)):
             for start in range(first, last, size):
                 yield range(start, min(start + size, last))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Gathered:
+    """What a pass found out about an input, and the shift of the weights that read it (GPTAQ)."""
+
+    stats: InputStatistics
+    shift: KeptShift
 
 
 def samples_at_once(sample_bytes: int) -> int:

@@ -2,36 +2,34 @@
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from qinfer import host
 from qinfer.errors import CapacityError
-from qinfer.kernels.cpu.arena import release_freed, return_freed
+from qinfer.kernels.cpu.arena import release_freed
 from qinfer.models.config import ModelConfig, block_linear_shapes
 from qinfer.quant.allocation import NUM_WINDOWS
 from qinfer.quant.blockwise import linear_dtype, samples_at_once
 from qinfer.quant.calibration import CalibrationSet
-from qinfer.quant.gptaq import WIDE_INPUTS
+from qinfer.quant.gptaq import WIDE_INPUTS, enough_pairs
 from qinfer.quant.head_gradient import ROWS as HEAD_ROWS
 from qinfer.quant.head_gradient import TOKENS as HEAD_TOKENS
 from qinfer.quant.job import Job
 from qinfer.quant.rows_store import row_bytes
-from qinfer.quant.stages import BlockStages
+from qinfer.quant.stages import BlockStages, Stage
 from qinfer.quant.states import HIDDEN, WIDE
 
 _FLOAT_BYTES = 4
 _MIB = 2**20
 _SLACK_BYTES = 128 * _MIB  # what allocators and libraries keep, small tensors, the report
 _HEADER_BYTES = 32 * _MIB  # on the disk: headers, JSON files, tokenizer
-_RETURNED_BYTES = _MIB  # tensors as large leave nothing behind when memory is limited
 _DEFAULT_SHARE = 4  # of the free memory, for activations
 _SAMPLE_TENSORS = 6  # of the widest kind that a thread holds at once
 # Per entry of a Hessian. While samples are summed: float32 sums. While it is factored: the Hessian,
 # a float64 matrix, and the factor that is taken from it. While weights are solved: the first and
-# the last. GPTAQ has one more float32 matrix throughout,
-# which lies in a file while the Hessian of a wide input is factored.
+# the last. GPTAQ has one more float32 matrix; it lies in a file while a wide Hessian is factored.
 _SUM_BYTES, _FACTOR_BYTES, _SOLVE_BYTES = 4, 4 + 8 + 4, 4 + 4
 _PIECE_BYTES = 64 * _MIB  # of weights that a thread solves: see `solver`
 _WEIGHT_BYTES = 2 * 4  # of a linear whose error is measured: what was wanted, what it lacks
@@ -74,11 +72,9 @@ class Budget:
             return Budget(frozenset(), output)
         lengths = [len(window) for window in calibration.windows]
         first = lengths[:NUM_WINDOWS]
-        if memory is not None:
-            return_freed(_RETURNED_BYTES)
         release_freed()
         resident = resident_bytes()
-        work = resident + _work_bytes(job, max(lengths), threads)
+        work = resident + _work_bytes(job, lengths, threads)
         measuring = (
             resident + _sensitivity_bytes(job, first, threads) if job.config.allocated else 0
         )
@@ -112,7 +108,7 @@ def _room(memory: int | None, work: int) -> int:
 
 def _placed(job: Job, lengths: Sequence[int], room: int) -> tuple[frozenset[str], int]:
     """Return which activations of calibration are kept in memory, and the bytes of the files."""
-    full = lengths[: job.config.gptaq_samples] if job.config.gptaq else []
+    full = lengths[: job.paired_samples(lengths)]
     hidden, wide = (
         row_bytes(lengths, width) + row_bytes(full, width)
         for width in (job.model.hidden_size, max(block.wide for block in job.blocks(1)))
@@ -137,9 +133,10 @@ def _check(memory: int | None, needed: int) -> None:
         )
 
 
-def _work_bytes(job: Job, longest: int, threads: int) -> int:
+def _work_bytes(job: Job, lengths: Sequence[int], threads: int) -> int:
     """Return what a block takes while it is calibrated, without the samples' stored states."""
-    streams = 2 if job.config.gptaq else 1
+    longest, pairs = max(lengths), sum(lengths[: job.paired_samples(lengths)])
+    streams = 2 if pairs else 1
     widest = max(max(shape) for shape in _shapes(job))
     sample = streams * longest * widest * _FLOAT_BYTES
     group = samples_at_once(sample) * sample
@@ -148,29 +145,27 @@ def _work_bytes(job: Job, longest: int, threads: int) -> int:
     samples = threads * max((_SAMPLE_TENSORS - 1) * sample + group, group + group // 2)
     # Its weights have the file's type or that of the products, and those solved their codes too.
     block = _block_elements(job) * (max(job.element_bytes, linear_dtype().itemsize) + 1)
+    # The same of the unquantized model go when they were passed.
+    full = (streams - 1) * linear_dtype().itemsize
     most = 0
     for layer, stages in enumerate(job.blocks(1)):
         shapes = block_linear_shapes(job.model, layer)
-        left = before = sum(i * o for i, o in shapes.values())
-        for stage in stages.stages:
+        for stage, before, left in _held(stages, shapes):
             shared = [shapes[name] for name in stage.names]
-            summed, solved = _statistics_bytes(shared, threads, paired=streams > 1)
-            # The unquantized model's weights go when they were passed: see `Stage.done`.
-            full = (streams - 1) * linear_dtype().itemsize
+            summed, solved = _statistics_bytes(shared, threads, pairs)
             most = max(most, summed + samples + before * full, solved + left * full)
-            before, left = left, left - sum(i * o for i, o in shared)
     return block + most + _SLACK_BYTES
 
 
 def _statistics_bytes(
-    shapes: Sequence[tuple[int, int]], threads: int, *, paired: bool
+    shapes: Sequence[tuple[int, int]], threads: int, pairs: int
 ) -> tuple[int, int]:
     """Return what linears with one input take while it is summed, and while they are solved."""
     if not shapes:
         return 0, 0
     inputs = shapes[0][0]
     entries = inputs * inputs
-    cross = _FLOAT_BYTES if paired else 0
+    cross = _FLOAT_BYTES if pairs and enough_pairs(pairs, inputs) else 0
     rows = max(threads * _PIECE_BYTES, max(i * o for i, o in shapes) * _WEIGHT_BYTES)
     factored = entries * (_FACTOR_BYTES + (cross if inputs < WIDE_INPUTS else 0))
     solved = entries * (_SOLVE_BYTES + cross) + rows
@@ -204,14 +199,24 @@ def _graph_width(model: ModelConfig, layer: int) -> int:
 
 def _forward_bytes(block: BlockStages, shapes: Mapping[str, tuple[int, int]], samples: int) -> int:
     """Return what a block's weights, samples and one Hessian after the other take."""
-    sizes = {name: inputs * outputs * _FLOAT_BYTES for name, (inputs, outputs) in shapes.items()}
-    held, most = sum(sizes.values()), 0
-    for stage in block.stages:
+    most = 0
+    for stage, before, left in _held(block, shapes):
         entries = shapes[stage.names[0]][0] ** 2 if stage.names else 0
-        most = max(most, held + samples + entries * _SUM_BYTES)
-        held -= sum(sizes[name] for name in stage.done)
-        most = max(most, held + entries * _FACTOR_BYTES)
+        summed = before * _FLOAT_BYTES + samples + entries * _SUM_BYTES
+        most = max(most, summed, left * _FLOAT_BYTES + entries * _FACTOR_BYTES)
     return most
+
+
+def _held(
+    block: BlockStages, shapes: Mapping[str, tuple[int, int]]
+) -> Iterator[tuple[Stage, int, int]]:
+    """Yield the stages, and how many weights are there during their pass and behind it."""
+    sizes = {name: inputs * outputs for name, (inputs, outputs) in shapes.items()}
+    held = sum(sizes.values())
+    for stage in block.stages:
+        left = held - sum(sizes[name] for name in stage.done)
+        yield stage, held, left
+        held = left
 
 
 def _sensitivity_rows(job: Job, lengths: Sequence[int]) -> int:

@@ -66,30 +66,24 @@ def weight_shift(stats: InputStatistics, damp_percent: float) -> torch.Tensor | 
 
 
 class KeptShift:
-    """Keeps the shift of a wide input in a file while the Hessian is factored.
+    """Keeps the shift of an input while its Hessian is factored: one of a wide input in a file.
 
     That is when a run takes the most memory.
 
     Args:
+        shift: of the input; None = there is none.
         folder: of the file, which has no name there.
+
+    Raises:
+        CheckpointError: it cannot be written; the disk may be full.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._shift: torch.Tensor | None = None
-        self._file: FileRows | None = None
-
-    def keep(self, shift: torch.Tensor | None) -> None:
-        """Keep a shift; None = nothing.
-
-        Raises:
-            CheckpointError: it cannot be written; the disk may be full.
-        """
+    def __init__(self, shift: torch.Tensor | None, folder: Path) -> None:
         self._shift = shift
+        self._file: FileRows | None = None
         if shift is not None and len(shift) >= WIDE_INPUTS:
-            self._file = FileRows(
-                self._folder / "shift.rows", [len(shift)], len(shift), unnamed=True
-            )
+            path, size = folder / "shift.rows", len(shift)
+            self._file = FileRows(path, [size], size, unnamed=True)
             self._file.write(0, shift)
             self._shift = None
 

@@ -1,7 +1,7 @@
 """What all steps of quantizing read: the source, the options, the plan, and how far it is."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from qinfer.checkpoint.reader import Checkpoint
@@ -12,6 +12,7 @@ from qinfer.models.rope import RotaryTable
 from qinfer.quant.blocks import block_stages
 from qinfer.quant.bnb import BnbRounding, make_rounding
 from qinfer.quant.config import QuantizeConfig
+from qinfer.quant.gptaq import enough_pairs
 from qinfer.quant.report import ModuleRow, QuantProgress
 from qinfer.quant.stages import BlockStages
 from qinfer.quant.targets import Plan, Target, make_plan
@@ -66,6 +67,18 @@ class Job:
         """
         rotary = RotaryTable(self.model.rope, self.model.head_dim, longest)
         return [block_stages(self.model, layer, rotary) for layer in range(self.num_run)]
+
+    def paired_samples(self, lengths: Sequence[int]) -> int:
+        """Return how many of the first samples run through the unquantized model too (GPTAQ).
+
+        None where so many say too little of every linear.
+
+        Args:
+            lengths: tokens of every sample.
+        """
+        first = lengths[: self.config.gptaq_samples] if self.config.gptaq else ()
+        widths = {target.in_features for target in self.plan.targets if target.scheme}
+        return len(first) if any(enough_pairs(sum(first), width) for width in widths) else 0
 
     def kept_names(self) -> list[str]:
         """Return the source's tensors that are not replaced by quantized ones."""

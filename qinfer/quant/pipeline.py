@@ -22,6 +22,7 @@ from qinfer.checkpoint.tensor_file import Piece, entry_piece, source_piece
 from qinfer.checkpoint.writer import copy_companions, write_json
 from qinfer.errors import ConfigError, QuantizationError
 from qinfer.host import peak_rss
+from qinfer.kernels.cpu.arena import return_freed
 from qinfer.models.tokenizer import load_tokenizer
 from qinfer.quant import output
 from qinfer.quant.allocation import allocated
@@ -42,6 +43,8 @@ from qinfer.quant.job import Job, OnProgress, Progress, block_name, prepare
 from qinfer.quant.report import REPORT_NAME, ModuleRow, QuantProgress, QuantReport, Sizes
 from qinfer.quant.solver import plain_row
 from qinfer.quant.workers import Workers
+
+_RETURNED_BYTES = 2**20  # tensors as large leave nothing behind when memory is limited
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +91,8 @@ def quantize(  # noqa: PLR0913 - each is an option of the command
     config = QuantizeConfig(**options)
     target = None if dry_run else _free_path(out)
     job = prepare(open_checkpoint(resolve_model(model, revision=revision)), config)
+    if memory is not None:
+        return_freed(_RETURNED_BYTES)
     plan = _plan_conditioning(job)
     job = replace(job, every_block=plan.conditioner is not None)
     if target is None:

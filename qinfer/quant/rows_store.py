@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from qinfer.quant.activations import FileRows, MemoryRows, Rows
 
 
 class RowsStore:
-    """Makes rows for the same samples; use it in a `with` block, behind which they are gone.
+    """Makes rows for the same samples; `close` lets go of their files.
 
     What rows hold does not depend on where they lie. Those that are made first are kept in memory.
 
@@ -25,19 +23,6 @@ class RowsStore:
         self._room = room
         self._files: list[FileRows] = []
         self.lengths = tuple(lengths)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close the files."""
-        for file in self._files:
-            file.close()
 
     def make(self, name: str, width: int) -> Rows:
         """Return new rows.
@@ -56,6 +41,11 @@ class RowsStore:
         path = self._folder / f"{name}.rows"
         self._files.append(FileRows(path, self.lengths, width, unnamed=True))
         return self._files[-1]
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files:
+            file.close()
 
 
 def row_bytes(lengths: Sequence[int], width: int) -> int:

@@ -33,9 +33,8 @@ from qinfer.quant.stages import BlockStages, Stage, Stream
 from qinfer.quant.workers import Workers
 from qinfer.schemes import WeightScheme
 
-PIECE = (
-    1 << 18
-)  # weights whose rounding is measured at a time; a constant: it decides how sums are rounded
+# Weights whose rounding is measured at a time; a constant, for it decides how sums are rounded.
+PIECE = 1 << 18
 
 OnStep = Callable[[], None]
 Squares = dict[str, torch.Tensor]  # by linear, [out]

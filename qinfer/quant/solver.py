@@ -111,8 +111,8 @@ def _problem(
     matrix = stats.matrix()
     act_order = any(_scheme(target).act_order for target in targets.values())
     factor = gptq.factorize(matrix, damp_percent=options.damp_percent, act_order=act_order)
-    wanted = None if shift is None or factor.U is None else shift()
-    return _Problem(matrix, factor, wanted, options)
+    taken = None if shift is None else shift()
+    return _Problem(matrix, factor, None if factor.U is None else taken, options)
 
 
 def _solve_all(

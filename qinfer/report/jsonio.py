@@ -72,19 +72,24 @@ def write_atomic(path: Path, text: str) -> None:
     Readers see the old file or the new one, never a part.
 
     Raises:
-        ConfigError: the folder does not exist or cannot be written.
+        ConfigError: the folder does not exist, or the file cannot be written.
     """
     try:
         handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        _fill(handle, Path(temporary), text, path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _fill(handle: int, temporary: Path, text: str, path: Path) -> None:
+    """Write the temporary file and give it its name; it is gone if that fails."""
     try:
         with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
+        temporary.chmod(0o644)
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

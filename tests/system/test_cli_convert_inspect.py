@@ -1,6 +1,7 @@
 """`qinfer convert` and `qinfer inspect` as a user types them."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -279,3 +280,22 @@ def test_inspect_tells_how_many_experts_there_are(tmp_path: Path) -> None:
     }
     assert "6 of 96 in 1 layers, 3 per token" in run("inspect", path)
     assert inspect(write_tiny(tmp_path / "dense"))["facts"]["experts"] is None
+
+
+def test_what_utf8_cannot_spell_is_kept_and_shown(tmp_path: Path) -> None:
+    """Half a surrogate pair in config.json, and a folder whose name is no UTF-8."""
+    source = write_tiny(tmp_path / "source").rename(tmp_path / os.fsdecode(b"source-\xff"))
+    edit_json(source / "config.json", comment="\ud800 here")
+    for command in (
+        ["convert", str(source), "-o", str(tmp_path / "out")],
+        ["inspect", str(source)],
+    ):
+        result = subprocess.run(
+            [sys.executable, "-c", "from qinfer.cli.main import main; main()", *command],
+            capture_output=True, text=True, check=False,
+            env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+    assert r"source-\udcff" in result.stdout.replace("\n", "")
+    written = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
+    assert written["comment"] == "\ud800 here"

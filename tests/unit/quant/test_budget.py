@@ -77,6 +77,7 @@ import sys
 from pathlib import Path
 import torch
 from qinfer.checkpoint.reader import open_checkpoint
+from qinfer.kernels.cpu.arena import return_freed
 from qinfer.quant import budget
 from qinfer.quant.allocation import allocated
 from qinfer.quant.calibration import CalibrationSet
@@ -92,6 +93,7 @@ windows = torch.randint(0, 256, (8, 1024), generator=torch.Generator().manual_se
 calibration = CalibrationSet(tuple(map(tuple, windows.tolist())), "test", 1024, 8192)
 job = prepare(open_checkpoint(Path(sys.argv[1])), QuantizeConfig(target_bits=4.0))
 torch.randn(64, 64) @ torch.randn(64, 64)
+return_freed(2**20)  # as `quantize` does when memory is limited
 with Workers(2) as workers:
     settled = budget.Budget.settle(job, calibration, threads=2, memory=10**12)
     estimated = 10**12 - settled.sensitivity_room - budget.resident_bytes()
@@ -119,3 +121,16 @@ def test_choosing_bits_takes_what_was_estimated(tmp_path: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     peak, estimated = map(int, result.stdout.split())
     assert estimated / 3 < peak < estimated + budget._SLACK_BYTES
+
+
+def test_gptaq_counts_only_where_there_are_tokens_enough(tmp_path: Path) -> None:
+    """Of 256 inputs: 32 windows of 64 tokens are 8 for each, one window less is too few."""
+    source = open_checkpoint(write_tiny(tmp_path / "model", **SHAPE))
+
+    def least(samples: int, *, gptaq: bool) -> int:
+        options = QuantizeConfig(group_size=32, gptaq=gptaq, gptaq_samples=samples)
+        windows = CalibrationSet(((0,) * 64,) * 64, "test", 64, 64 * 64)
+        return Budget.settle(prepare(source, options), windows, threads=2, memory=None).disk_bytes
+
+    assert least(31, gptaq=True) == least(31, gptaq=False)
+    assert least(32, gptaq=True) > least(32, gptaq=False)

@@ -113,10 +113,9 @@ def test_a_linear_makes_up_for_what_was_lost_before_it(
     X = full + 0.1 * inputs(seed=1)
     W, scheme = weight(32, 96), WeightScheme(4, 32, act_order=True)
     truth, lost = W @ full.T, []
-    kept = KeptShift(tmp_path)
     for wanted in (True, False):
         stats, target = gathered(X, full), Target("layer.a", 96, 32, scheme)
-        kept.keep(weight_shift(stats, 0.01) if wanted else None)
+        kept = KeptShift(weight_shift(stats, 0.01) if wanted else None, tmp_path)
         (solved,) = solve_modules(stats, {"a": W}, {"a": target}, options, shift=kept.take)
         lost.append(float((solved[1].weight.dequantize() @ X.T - truth).square().sum()))
     assert lost[0] < 0.9 * lost[1]
@@ -127,14 +126,21 @@ def test_what_is_kept_is_taken_once(
     in_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gptaq, "WIDE_INPUTS", 48 if in_file else 49)
-    kept = KeptShift(tmp_path)
-    for seed in range(2):
-        shift = inputs(48, 48, seed)
-        kept.keep(shift.clone())
-        found = kept.take()
-        assert found is not None
-        assert torch.equal(found, shift)
-        assert kept.take() is None
-    kept.keep(None)
+    shift = inputs(48, 48)
+    kept = KeptShift(shift.clone(), tmp_path)
+    assert not list(tmp_path.iterdir())  # the file has no name
+    found = kept.take()
+    assert found is not None
+    assert torch.equal(found, shift)
     assert kept.take() is None
-    assert not list(tmp_path.iterdir())
+    assert KeptShift(None, tmp_path).take() is None
+
+
+def test_a_shift_that_cannot_be_used_is_let_go(tmp_path: Path) -> None:
+    stats = InputStatistics(96, name="layer")
+    stats.add(torch.zeros(9, 96), sample=0)  # no Hessian to factor
+    kept = KeptShift(inputs(96, 96), tmp_path)
+    target = Target("layer.a", 96, 8, WeightScheme(4, 32))
+    (solved,) = solve_modules(stats, {"a": weight(8, 96)}, {"a": target}, BEST, shift=kept.take)
+    assert solved[1].row.fallback == "all calibration inputs are zero"
+    assert kept.take() is None

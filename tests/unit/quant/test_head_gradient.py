@@ -1,5 +1,6 @@
 """The gradient of tokens drawn from a model's own distribution, block after block of its head."""
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def gradients_of(
     job = prepare(open_checkpoint(path), QuantizeConfig(group_size=32))
     lengths = tuple(len(sample) for sample in samples)
     store = RowsStore(path, lengths, room=room)
-    with Workers(threads) as workers, store:
+    with Workers(threads) as workers, closing(store):
         hidden, gradients = store.make("hidden", HIDDEN), store.make("gradients", HIDDEN)
         for index, sample in enumerate(samples):
             hidden.write(index, sample)

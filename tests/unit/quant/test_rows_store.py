@@ -1,5 +1,6 @@
 """Rows of one pass: what is kept in memory, what in files, and what is left of them."""
 
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ LENGTHS = (3, 5)
 def test_memory_is_used_up_to_the_room_and_files_hold_the_rest(tmp_path: Path) -> None:
     room = row_bytes(LENGTHS, 4) + row_bytes(LENGTHS, 2)
     assert room == 4 * 8 * 6
-    with RowsStore(tmp_path, LENGTHS, room=room) as store:
+    with closing(RowsStore(tmp_path, LENGTHS, room=room)) as store:
         made = [store.make(f"rows-{index}", width) for index, width in enumerate((4, 4, 2, 1))]
         kinds = [MemoryRows, FileRows, MemoryRows, FileRows]
         assert [type(rows) for rows in made] == kinds

@@ -1,6 +1,7 @@
 """Measured sensitivities: against gradients and divergences that transformers computes."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def measure(
     """Return the sensitivities by the modules' full names."""
     job = prepare(open_checkpoint(path), QuantizeConfig(group_size=32))
     store = RowsStore(path, [len(window) for window in windows], room=room)
-    with Workers(threads) as workers, store:
+    with Workers(threads) as workers, closing(store):
         run = SensitivityRun(job, windows, workers, store, damp_percent=0.01, on_step=lambda: None)
         return {
             f"model.layers.{layer}.{name}": found

@@ -91,7 +91,7 @@ def test_writing_replaces_whole_files_only(tmp_path: Path, monkeypatch: pytest.M
     assert path.stat().st_mode & 0o777 == 0o644
     with monkeypatch.context() as patch:
         patch.setattr(Path, "chmod", refuse)
-        with pytest.raises(OSError, match="No space"):
+        with pytest.raises(ConfigError, match=r"report\.json cannot be written: No space left"):
             write_atomic(path, "three")
     assert path.read_text(encoding="utf-8") == "two ‖"
     assert [file.name for file in tmp_path.iterdir()] == ["report.json"]
