@@ -84,7 +84,8 @@ def run(command: list[str], log: Path, variables: dict[str, str]) -> Cost:
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)  # it was not waited for by its owner
     if status:
-        raise MakingError(f"{Path(command[0]).name} failed ({process.returncode}); see {log.name} in the cache")
+        tool, code = Path(command[0]).name, process.returncode
+        raise MakingError(f"{tool} failed (exit code {code}); see {log.name} in the cache")
     return Cost(
         wall_seconds=time.monotonic() - start,
         cpu_seconds=usage.ru_utime + usage.ru_stime,
